@@ -1,0 +1,25 @@
+"""Fused linear + cross entropy on CuTe DSL GEMMs: a drop-in backend for Liger-Kernel.
+
+    from liger_cutedsl import fused_linear_cross_entropy
+    loss = fused_linear_cross_entropy(hidden_states, lm_head.weight, labels)
+
+LIGER_KERNEL_IMPL=cutedsl makes Liger-Kernel use it; liger_cutedsl.enable() does so without the variable.
+"""
+
+from liger_cutedsl.function import LigerFusedLinearCrossEntropyFunction, explain, fused_linear_cross_entropy
+from liger_cutedsl.liger_switch import disable, enable
+from liger_cutedsl.objective import LossOutput
+from liger_cutedsl.options import LossOptions
+from liger_cutedsl.routing import Route
+
+__all__ = [
+    "LigerFusedLinearCrossEntropyFunction",
+    "LossOptions",
+    "LossOutput",
+    "Route",
+    "disable",
+    "enable",
+    "explain",
+    "fused_linear_cross_entropy",
+]
+__version__ = "0.1.0"

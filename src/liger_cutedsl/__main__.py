@@ -1,0 +1,118 @@
+"""python -m liger_cutedsl: what runs on this machine, on which path, and why."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import sys
+
+import torch
+
+from liger_cutedsl import explain
+
+PACKAGES = (
+    "liger-cutedsl",
+    "liger-kernel",
+    "torch",
+    "triton",
+    "nvidia-cutlass-dsl",
+    "quack-kernels",
+    "transformers",
+)
+# (name, tokens, H, V, dtype) of a few heads people train.
+TYPICAL = (
+    ("Llama-3 8B", 8192, 4096, 128256, torch.bfloat16),
+    ("Qwen3 0.6B", 8192, 1024, 151936, torch.bfloat16),
+    ("Gemma 2 2B", 8192, 2304, 256000, torch.bfloat16),
+    ("float32 head", 4096, 2048, 32000, torch.float32),
+)
+
+
+def report() -> None:
+    print("versions")
+    for package in PACKAGES:
+        print(f"  {package:20} {_version(package)}")
+    print("device")
+    for line in _device_lines():
+        print(f"  {line}")
+    print("Liger-Kernel")
+    for line in _liger_lines():
+        print(f"  {line}")
+    print("routes (forward and backward)")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, tokens, hidden, vocab, dtype in TYPICAL:
+        print(f"  {name:13} N={tokens} H={hidden} V={vocab}: {_route(device, tokens, hidden, vocab, dtype)}")
+    advice = list(_advice())
+    if advice:
+        print("for more")
+        for line in advice:
+            print(f"  {line}")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _device_lines():
+    if not torch.cuda.is_available():
+        yield "no GPU: the torch engine runs on the CPU"
+        return
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        yield f"cuda:{index} {torch.cuda.get_device_name(index)}, sm_{major}{minor}"
+
+
+def _liger_lines():
+    chosen = os.environ.get("LIGER_KERNEL_IMPL", "")
+    yield f"LIGER_KERNEL_IMPL={chosen or '(not set)'}"
+    try:
+        from liger_kernel.ops.backends.registry import IMPL_REGISTRY
+
+        from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction as selected
+    except Exception as error:
+        yield f"liger_kernel.ops does not import: {error}"
+        return
+    yield f"FLCE comes from {selected.__module__}"
+    path = IMPL_REGISTRY["cutedsl"].module_path if "cutedsl" in IMPL_REGISTRY else "nothing"
+    yield f"LIGER_KERNEL_IMPL=cutedsl loads {path}"
+
+
+def _route(device: str, tokens: int, hidden: int, vocab: int, dtype: torch.dtype):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():  # shapes and devices without memory
+        x = torch.empty(tokens, hidden, dtype=dtype, device=device, requires_grad=True)
+        weight = torch.empty(vocab, hidden, dtype=dtype, device=device, requires_grad=True)
+        try:
+            return explain(x, weight)
+        except RuntimeError as error:  # an engine forced by the environment that cannot run here
+            return error
+
+
+def _advice():
+    if _version("quack-kernels") == "not installed" or _version("nvidia-cutlass-dsl") == "not installed":
+        yield "pip install 'liger-cutedsl[cu13]' brings the CuTe kernels (Linux, a Hopper or Blackwell GPU, CUDA 13)"
+    if _version("transformers") == "not installed":
+        yield "pip install transformers for Liger's apply_liger_kernel_to_* functions"
+    from liger_kernel.ops.backends.registry import IMPL_REGISTRY
+
+    if "cutedsl" in IMPL_REGISTRY and IMPL_REGISTRY["cutedsl"].module_path != "liger_cutedsl.liger_ops":
+        yield (
+            "Liger does not find this package (an editable install puts no file into Liger's folder): install it "
+            "with a plain `pip install`, or call liger_cutedsl.enable()"
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m liger_cutedsl", description=__doc__)
+    parser.parse_args(arguments)
+    report()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

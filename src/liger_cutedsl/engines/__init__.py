@@ -1,0 +1,12 @@
+"""Engines: the few primitives a schedule needs, on PyTorch or on CuTe DSL GEMMs."""
+
+from __future__ import annotations
+
+
+def make_engine(name: str):
+    """The engine of a Route; None for "triton", which is Liger-Kernel's operator and has no primitives of ours."""
+    if name == "torch":
+        from liger_cutedsl.engines.torch_engine import TorchEngine
+
+        return TorchEngine()
+    return None

@@ -1,0 +1,116 @@
+"""The torch engine: the element functions of epilogues.py run by PyTorch, on any device and dtype.
+
+It works in the compute dtype throughout (float32, float64 for float64 inputs): 16-bit inputs are widened and
+nothing is rounded before the gradients are written. It is the reference the GPU engine is tested against.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from liger_cutedsl.epilogues import Epilogue, backward_epilogue, forward_epilogue
+from liger_cutedsl.gemm import matmul
+from liger_cutedsl.objective import RowCoefficients, RowStatistics
+from liger_cutedsl.problem import Problem
+from liger_cutedsl.schedules.tiling import Tile, vocabulary_tiles
+
+
+class TorchEngine:
+    """dz_dtype: the dtype of dz between its GEMM and the gradient GEMMs; None for the compute dtype."""
+
+    name = "torch"
+    widest_tile = 8192  # columns; wider tiles only take more memory
+
+    def __init__(self, dz_dtype: torch.dtype | None = None):
+        self._dz_dtype = dz_dtype
+
+    def dz_dtype(self, problem: Problem) -> torch.dtype:
+        return self._dz_dtype or problem.compute_dtype
+
+    def column_bytes(self, problem: Problem) -> int:
+        """Workspace a column of a vocabulary tile takes: some six (N, tile) temporaries, and a widened row of W."""
+        return problem.compute_dtype.itemsize * (6 * problem.tokens + problem.hidden)
+
+    def gemm_operand(self, x: torch.Tensor) -> torch.Tensor:
+        """A matrix in the dtype this engine multiplies in."""
+        return x if x.dtype == torch.float64 else x.float()
+
+    def row_statistics(self, problem: Problem, tile_width: int) -> RowStatistics:
+        """Log-sum-exp, target logit and what the options ask for, one vocabulary tile at a time."""
+        part = Epilogue.of(problem)
+        epilogue, x, fold = forward_epilogue(part), self.gemm_operand(problem.x), _RowFold(problem)
+        for tile in vocabulary_tiles(problem.vocab, tile_width):
+            acc = self._accumulator(x, problem, tile)
+            fold.add(epilogue(acc, **_operand_values(part.forward_operands, problem, tile)), tile)
+        return fold.result()
+
+    def dz_tile(
+        self,
+        problem: Problem,
+        lse: torch.Tensor,
+        coefficients: RowCoefficients,
+        tile: Tile,
+        out: torch.Tensor,
+    ) -> None:
+        """Writes dz of the tile's columns into out (N, tile width), except the targets' own entries."""
+        part = Epilogue.of(problem)
+        values = _operand_values(part.backward_operands, problem, tile)
+        for name, column in (("lse", lse), ("a", coefficients.a), ("c", coefficients.c)):
+            if name in part.backward_operands:
+                values[name] = column[:, None]
+        acc = self._accumulator(self.gemm_operand(problem.x), problem, tile)
+        out.copy_(backward_epilogue(part)(acc, **values)["D"])
+
+    def _accumulator(self, x: torch.Tensor, problem: Problem, tile: Tile) -> torch.Tensor:
+        acc = x.new_empty(problem.tokens, tile.width)
+        return matmul(x, self.gemm_operand(problem.weight[tile.columns]).t(), out=acc)
+
+
+def _operand_values(names, problem: Problem, tile: Tile) -> dict:
+    """The row vectors and scalars among an epilogue's operands."""
+    values = {}
+    if "bias" in names:
+        values["bias"] = problem.bias[None, tile.columns]
+    if "ce_weight" in names:
+        values["ce_weight"] = problem.ce_weight[None, tile.columns]
+    if "softcap" in names:
+        values["softcap"] = problem.options.softcap
+        values["inverse_softcap"] = 1.0 / problem.options.softcap
+    return values
+
+
+class _RowFold:
+    """Folds the forward epilogue's outputs over vocabulary tiles into RowStatistics."""
+
+    def __init__(self, problem: Problem):
+        n, options = problem.tokens, problem.options
+        vector = {"dtype": problem.compute_dtype, "device": problem.device}
+        self.target = problem.target
+        self.lse = torch.full((n,), -torch.inf, **vector)
+        self.target_logit = torch.zeros(n, **vector)
+        self.weighted_sum = torch.zeros(n, **vector) if options.smoothing else None
+        self.largest = self.argmax = None
+        if options.needs_argmax:
+            self.largest = torch.full((n,), -torch.inf, **vector)
+            self.argmax = torch.zeros(n, dtype=torch.int64, device=problem.device)
+
+    def add(self, outputs: dict, tile: Tile) -> None:
+        self.lse = torch.logaddexp(self.lse, torch.logsumexp(outputs["lse"], dim=1))
+        column = self.target.long() - tile.start
+        here = (column >= 0) & (column < tile.width)
+        selected = outputs["target_logit"].gather(1, torch.where(here, column, 0)[:, None])[:, 0]
+        self.target_logit = torch.where(here, selected, self.target_logit)
+        if "weighted_sum" in outputs:
+            value = outputs["weighted_sum"]
+            product = value[0] * value[1] if isinstance(value, tuple) else value
+            self.weighted_sum += product.sum(dim=1)
+        if "argmax" in outputs:
+            z = outputs["argmax"]
+            column = z.argmax(dim=1)  # the first of equal maxima
+            largest = z.gather(1, column[:, None])[:, 0]
+            larger = largest > self.largest  # so on ties the earlier tile stays
+            self.largest = torch.where(larger, largest, self.largest)
+            self.argmax = torch.where(larger, column + tile.start, self.argmax)
+
+    def result(self) -> RowStatistics:
+        return RowStatistics(self.lse, self.target_logit, self.weighted_sum, self.argmax)

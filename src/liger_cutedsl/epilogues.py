@@ -1,0 +1,137 @@
+"""The loss per element: what happens to one accumulator x_i·W_v of a GEMM before it leaves the registers.
+
+Each epilogue is one plain function. The torch engine calls it with tensors, on any device; the CuTe engine
+hands the same function to quack's ``gemm_epilogue``, which traces it with Float32 scalars (Hopper) or packed
+pairs (Blackwell). So what CPU tests check is what the GPU kernels compile. Formulas: objective.py.
+
+An epilogue takes ``acc`` and the operands its ``Epilogue`` names, and returns its outputs by name:
+
+    forward    lse, target_logit: z_iv             (the receiving reduction does log-sum-exp, or selects v = t_i)
+               weighted_sum: z_iv·w_v              (as a pair of factors with class weights; summed over v)
+               argmax: z_iv                        (largest z and its first v)
+    backward   D: dz_iv at v ≠ t_i                 (the caller writes RowCoefficients.fix over v = t_i)
+
+Operands: rows over the vocabulary ``bias``, ``ce_weight``; columns over tokens ``lse``, ``a``, ``c``; scalars
+``softcap`` and ``inverse_softcap``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """Which parts of the formula a call needs; the rest is not in the compiled kernel."""
+
+    bias: bool = False
+    softcap: bool = False
+    ce_weight: bool = False
+    smoothing: bool = False
+    argmax: bool = False
+
+    @classmethod
+    def of(cls, problem) -> Epilogue:
+        options = problem.options
+        return cls(
+            bias=problem.bias is not None,
+            softcap=options.softcap is not None,
+            ce_weight=problem.ce_weight is not None,
+            smoothing=options.smoothing,
+            argmax=options.needs_argmax,
+        )
+
+    @property
+    def logit_operands(self) -> tuple[str, ...]:
+        return ("bias",) * self.bias + ("softcap", "inverse_softcap") * self.softcap
+
+    @property
+    def forward_operands(self) -> tuple[str, ...]:
+        return self.logit_operands + ("ce_weight",) * (self.smoothing and self.ce_weight)
+
+    @property
+    def forward_outputs(self) -> tuple[str, ...]:
+        return ("lse", "target_logit") + ("weighted_sum",) * self.smoothing + ("argmax",) * self.argmax
+
+    @property
+    def backward_operands(self) -> tuple[str, ...]:
+        weighted = ("ce_weight",) * self.ce_weight
+        return (*self.logit_operands, "lse", "a", *((("c", *weighted)) if self.smoothing else ()))
+
+
+def logit(part: Epilogue, acc, operands):
+    """(z, dz/dacc): z = softcap · tanh((acc + bias)/softcap); dz/dacc is None where it is 1.
+
+    tanh comes from r = 1/(1 + e^{2u}): tanh u = 1 − 2r and 1 − tanh²u = 4r(1 − r), which keeps its relative
+    accuracy where the tanh saturates. (The hardware's tanh.approx is only good to 2⁻¹¹.)
+    """
+    z = acc + operands["bias"] if part.bias else acc
+    if not part.softcap:
+        return z, None
+    softcap = operands["softcap"]
+    r = reciprocal(exp2(z * (operands["inverse_softcap"] * (2.0 * LOG2_E))) + 1.0)
+    return softcap - r * (softcap * 2.0), r * 4.0 * (1.0 - r)
+
+
+def forward_epilogue(part: Epilogue):
+    """The store-free forward: logits go to reductions, none to memory."""
+
+    def forward(acc, **operands):
+        z, _ = logit(part, acc, operands)
+        outputs = {"lse": z, "target_logit": z}
+        if part.smoothing:
+            outputs["weighted_sum"] = (z, operands["ce_weight"]) if part.ce_weight else z
+        if part.argmax:
+            outputs["argmax"] = z
+        return outputs
+
+    return _with_operands(forward, part.forward_operands)
+
+
+def backward_epilogue(part: Epilogue):
+    """dz of one tile of the vocabulary, recomputed from the accumulator and the row's lse.
+
+    The difference z − lse comes first: it is small wherever p is not, so large logits cost no accuracy.
+    """
+
+    def backward(acc, **operands):
+        z, slope = logit(part, acc, operands)
+        dz = exp2((z - operands["lse"]) * LOG2_E) * operands["a"]
+        if part.smoothing:
+            dz = dz - (operands["c"] * operands["ce_weight"] if part.ce_weight else operands["c"])
+        if part.softcap:
+            dz = dz * slope
+        return {"D": dz}
+
+    return _with_operands(backward, part.backward_operands)
+
+
+def _with_operands(function, names):
+    """Give the function the signature (acc, *names) by which quack, and a reader, learn its operands."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    function.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in ("acc", *names)])
+    return function
+
+
+# One name for each function on the three kinds of value: torch tensors, Float32 scalars, packed f32x2 pairs.
+
+
+def exp2(v):
+    if hasattr(v, "exp2"):  # torch.Tensor
+        return v.exp2()
+    from quack.epilogue.math import pexp2
+
+    return pexp2(v)
+
+
+def reciprocal(v):
+    if hasattr(v, "reciprocal"):  # torch.Tensor
+        return v.reciprocal()
+    from cutlass import cute
+
+    if isinstance(v, tuple):
+        return type(v)(reciprocal(v[0]), reciprocal(v[1]))
+    return cute.arch.rcp_approx(v)

@@ -1,0 +1,194 @@
+"""The entrances: Liger-Kernel's autograd class, and a keyword function for everyone else."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from liger_cutedsl.engines import make_engine
+from liger_cutedsl.objective import LossOutput
+from liger_cutedsl.options import LossOptions
+from liger_cutedsl.problem import Gradients, Problem, WantedGradients, check_targets, check_tensors
+from liger_cutedsl.routing import Route, Settings, choose_route, warn_about_fallback
+
+_SCHEDULE_MODULES = {"recompute": "recompute", "liger": "liger_triton"}
+
+
+class _FusedLinearCrossEntropy(torch.autograd.Function):
+    """Runs a route's schedule: its forward now, its backward when the upstream gradient is there."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, problem: Problem, route: Route):
+        wanted = WantedGradients.of(problem, ctx.needs_input_grad[:3])
+        output, ctx.state = _schedule(route).forward(make_engine(route.engine), problem, route, wanted)
+        ctx.save_for_backward(x, weight, problem.target, bias, problem.ce_weight)
+        ctx.call = (problem.options, route, wanted)
+        metrics = [metric for metric in output[1:] if metric is not None]
+        ctx.mark_non_differentiable(*metrics)
+        return tuple(output)
+
+    @staticmethod
+    def backward(ctx, grad_output, *_metrics):
+        options, route, wanted = ctx.call
+        with torch.no_grad():
+            problem, engine = Problem(*ctx.saved_tensors, options), make_engine(route.engine)
+            found = _schedule(route).backward(engine, problem, route, wanted, ctx.state, grad_output)
+        gradients = [found.x, found.weight, found.bias]
+        if torch.is_grad_enabled():  # create_graph=True: a second derivative must fail, not vanish
+            gradients = [g if g is None else _NoSecondDerivative.apply(g.requires_grad_()) for g in gradients]
+        return (*gradients, None, None)
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """The identity, which raises when it is differentiated."""
+
+    @staticmethod
+    def forward(ctx, gradient):
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            "fused linear cross entropy has no second derivative: leave create_graph=True out, or compute this loss "
+            "with torch.nn.functional.cross_entropy"
+        )
+
+
+def _schedule(route: Route):
+    return importlib.import_module(f"liger_cutedsl.schedules.{_SCHEDULE_MODULES[route.schedule]}")
+
+
+def run(problem: Problem, settings: Settings) -> LossOutput:
+    """Checks, routes and runs a problem. Everything is refused before anything is computed."""
+    check_tensors(problem)
+    route = choose_route(problem, wanted_gradients(problem), settings)
+    check_targets(problem)
+    warn_about_fallback(route)
+    return LossOutput(*_FusedLinearCrossEntropy.apply(problem.x, problem.weight, problem.bias, problem, route))
+
+
+def run_with_gradients(
+    problem: Problem, settings: Settings, wanted: WantedGradients, token_grad_output: torch.Tensor | None
+) -> tuple[LossOutput, Gradients]:
+    """A problem and its gradients in one go, outside autograd, for an upstream gradient (N,), or of 1."""
+    check_tensors(problem)
+    route = choose_route(problem, wanted, settings)
+    check_targets(problem)
+    warn_about_fallback(route)
+    engine, schedule = make_engine(route.engine), _schedule(route)
+    with torch.no_grad():
+        output, state = schedule.forward(engine, problem, route, wanted)
+        if not wanted:
+            return output, Gradients()
+        upstream = torch.ones_like(output.loss) if token_grad_output is None else token_grad_output
+        return output, schedule.backward(engine, problem, route, wanted, state, upstream)
+
+
+def wanted_gradients(problem: Problem) -> WantedGradients:
+    """The gradients autograd will ask for, as seen at the entrance."""
+    enabled = torch.is_grad_enabled()
+    tensors = (problem.x, problem.weight, problem.bias)
+    return WantedGradients.of(problem, [enabled and t is not None and t.requires_grad for t in tensors])
+
+
+def fused_linear_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    ce_weight: torch.Tensor | None = None,
+    engine: str | None = None,
+    schedule: str | None = None,
+    workspace_mb: float | None = None,
+    **options,
+) -> torch.Tensor | LossOutput:
+    """Cross entropy of the logits x @ weight.T + bias, without storing the logits.
+
+    x: (..., H), bfloat16, float16, float32 or float64.  weight: (V, H), of x's dtype (or any under autocast).
+    target: (...), int64 or int32, in [0, V) or ignore_index.  bias, ce_weight: (V,), floating point.
+    options: the fields of liger_cutedsl.LossOptions by name (reduction="mean", label_smoothing=0.0, …).
+    engine, schedule, workspace_mb: see liger_cutedsl.routing.Settings.
+
+    Returns the loss, float32 (float64 for float64 inputs): a scalar, or target's shape for reduction="none";
+    a LossOutput where a metric is asked for (return_z_loss, return_token_accuracy, return_predicted_tokens).
+    Gradients reach x, weight and bias, each only if it requires one; they come in their parameter's dtype.
+
+    Raises TypeError or ValueError naming the argument; RuntimeError where a forced engine cannot run the call.
+    """
+    loss_options, shape = LossOptions(**options), getattr(target, "shape", None)
+    if isinstance(x, torch.Tensor) and isinstance(target, torch.Tensor) and x.dim() != 2:
+        if x.shape[:-1] != target.shape:
+            raise ValueError(
+                f"target must have shape {tuple(x.shape[:-1])}, one target for each row of x "
+                f"{tuple(x.shape)}, got {tuple(target.shape)}"
+            )
+        x, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+    problem = Problem(x, weight, target, bias, ce_weight, loss_options)
+    output = run(problem, Settings.resolve(engine, schedule, workspace_mb))
+    output = LossOutput(*(v if v is None or v.dim() == 0 else v.view(shape) for v in output))
+    return output.loss if all(metric is None for metric in output[1:]) else output
+
+
+class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
+    """Liger-Kernel's class of this name: the same positional arguments, the same four results.
+
+    apply(_input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction,
+    softcap, return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens,
+    ce_impl, ce_mode, chunk_mem_const) → (loss, z_loss, token_accuracy, predicted_tokens), None where not asked
+    for. _input is (N, H), weight (V, H), target (N,). ce_impl and ce_mode choose between Liger's own inner
+    kernels and are ignored here; chunk_mem_const multiplies the workspace budget.
+    """
+
+    supports_inner_impl_dispatch = True
+
+    @classmethod
+    def apply(
+        cls,
+        _input,
+        weight,
+        target,
+        bias=None,
+        ce_weight=None,
+        ignore_index=-100,
+        lse_square_scale=0.0,
+        label_smoothing=0.0,
+        reduction="mean",
+        softcap=None,
+        return_z_loss=False,
+        accum_dtype=None,
+        use_token_scaling=False,
+        return_token_accuracy=False,
+        return_predicted_tokens=False,
+        ce_impl=None,
+        ce_mode=None,
+        chunk_mem_const=1,
+    ):
+        options = LossOptions.from_arguments(locals())
+        problem = Problem(_input, weight, target, bias, ce_weight, options)
+        return tuple(run(problem, Settings.resolve(chunk_mem_const=chunk_mem_const)))
+
+
+def explain(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    ce_weight: torch.Tensor | None = None,
+    engine: str | None = None,
+    schedule: str | None = None,
+    workspace_mb: float | None = None,
+    **options,
+) -> Route:
+    """The route fused_linear_cross_entropy would take with these arguments, without running anything.
+
+    Takes meta or fake tensors too. target may be left out.
+    """
+    x = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
+    if target is None:
+        target = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
+    problem = Problem(x, weight, target.reshape(-1), bias, ce_weight, LossOptions(**options))
+    check_tensors(problem)
+    return choose_route(problem, wanted_gradients(problem), Settings.resolve(engine, schedule, workspace_mb))

@@ -1,0 +1,59 @@
+"""Registers FLCE with Liger's second dispatcher, the one behind liger_kernel.functional. Imported by it.
+
+What "nvidia-cutedsl" names changes to our operator: that is what impl="nvidia-cutedsl" and LIGER_KERNEL_IMPL=cutedsl
+select. A call that names no implementation must find stock Liger, whose automatic choice on Hopper and Blackwell
+is its own "nvidia-cutedsl"; so the stock one stays registered under a second name with its rank, and ours gets
+a rank no automatic choice reaches (until liger_cutedsl.enable()).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from liger_kernel.backends import Capability, registry
+
+from liger_cutedsl.function import LigerFusedLinearCrossEntropyFunction
+
+OP = "fused_linear_cross_entropy"
+NAME = "nvidia-cutedsl"
+STOCK_NAME = "nvidia-cutedsl-stock"
+RANK_ON_REQUEST, RANK_ENABLED = 1000, 0
+
+
+def fused_linear_cross_entropy_cutedsl(*args, mode=None):
+    """Liger's 15 positional arguments → (loss, z_loss, token_accuracy, predicted_tokens)."""
+    if mode not in (None, "default"):
+        raise ValueError(f"mode must be None or 'default' for {NAME}, got {mode!r}")
+    return LigerFusedLinearCrossEntropyFunction.apply(*args)
+
+
+def register(rank: int = RANK_ON_REQUEST) -> None:
+    """Puts our operator in place of the stock one, which moves to STOCK_NAME."""
+    stock = registry._REGISTRY.get((OP, NAME))
+    if stock is not None and stock.forward is not fused_linear_cross_entropy_cutedsl:
+        moved = replace(stock, impl_name=STOCK_NAME)
+        with registry._REGISTRY_LOCK:
+            registry._REGISTRY[(OP, STOCK_NAME)] = moved
+    registry.register_impl(
+        OP,
+        impl_name=NAME,
+        capability=Capability(modules=["torch"]),
+        modes=("default",),
+        default_mode="default",
+        preference_rank=rank,
+        notes="liger-cutedsl: CuTe DSL GEMMs on Hopper and Blackwell, Triton on other GPUs, PyTorch on CPU.",
+    )(fused_linear_cross_entropy_cutedsl)
+
+
+def restore_stock() -> None:
+    """Undoes register()."""
+    with registry._REGISTRY_LOCK:
+        stock = registry._REGISTRY.pop((OP, STOCK_NAME), None)
+        if stock is None:
+            registry._REGISTRY.pop((OP, NAME), None)
+        else:
+            registry._REGISTRY[(OP, NAME)] = replace(stock, impl_name=NAME)
+    registry._invalidate_available_cache()
+
+
+register()

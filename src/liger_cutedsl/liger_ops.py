@@ -1,0 +1,84 @@
+"""The module Liger-Kernel loads for LIGER_KERNEL_IMPL=cutedsl: Liger's stock CuTe operators with our FLCE.
+
+Liger copies every name in __all__ over its own. The stock operators (cross entropy, RMSNorm, RoPE, SwiGLU) need
+a GPU and CuTe DSL; where either is missing only FLCE is replaced and the rest stays as Liger has it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from liger_cutedsl.function import LigerFusedLinearCrossEntropyFunction, run_with_gradients
+from liger_cutedsl.options import LossOptions
+from liger_cutedsl.problem import Gradients, Problem, WantedGradients
+from liger_cutedsl.routing import Settings
+
+__all__ = [
+    "LigerFusedLinearCrossEntropyFunction",
+    "fused_linear_cross_entropy_backward",
+    "fused_linear_cross_entropy_forward",
+]
+
+
+def _reexport_stock_operators() -> None:
+    if not torch.cuda.is_available():
+        return
+    try:
+        from liger_kernel.ops.cutedsl import ops as stock
+    except ImportError as error:
+        logging.getLogger(__name__).info("Liger's stock CuTe operators are not available: %s", error)
+        return
+    for name in stock.__all__:
+        if name not in __all__:
+            globals()[name] = getattr(stock, name)
+            __all__.append(name)
+
+
+_reexport_stock_operators()
+
+
+def fused_linear_cross_entropy_forward(
+    _input,
+    weight,
+    target,
+    ce_weight=None,
+    bias=None,
+    ignore_index=-100,
+    lse_square_scale=0.0,
+    label_smoothing=0.0,
+    reduction="mean",
+    softcap=None,
+    return_z_loss=False,
+    accum_dtype=None,
+    use_token_scaling=False,
+    return_token_accuracy=False,
+    return_predicted_tokens=False,
+    ce_impl=None,
+    ce_mode=None,
+    token_grad_output=None,
+    compute_gradients=None,
+    weight_requires_grad=None,
+    chunk_mem_const=1,
+):
+    """Liger-Kernel's function of this name, outside autograd; its arguments in its order.
+
+    Returns (loss, z_loss, token_accuracy, predicted_tokens, grad_input, grad_weight, grad_bias): the gradients for
+    an upstream gradient of token_grad_output (N,), or of 1; None where not computed. compute_gradients and
+    weight_requires_grad default to what _input and weight say.
+    """
+    options = LossOptions.from_arguments(locals())
+    problem = Problem(_input, weight, target, bias, ce_weight, options)
+    wants = _input.requires_grad if compute_gradients is None else compute_gradients
+    wants_weight = weight.requires_grad if weight_requires_grad is None else weight_requires_grad
+    wanted = WantedGradients.of(problem, (wants, wants and wants_weight, wants and bias is not None))
+    settings = Settings.resolve(chunk_mem_const=chunk_mem_const)
+    output, gradients = run_with_gradients(problem, settings, wanted, token_grad_output)
+    return (*output, gradients.x, gradients.weight, gradients.bias)
+
+
+def fused_linear_cross_entropy_backward(grad_output, grad_input, grad_weight, grad_bias):
+    """Liger-Kernel's function of this name: the three gradients times the scalar grad_output, as new tensors."""
+    scaled = Gradients(grad_input, grad_weight, grad_bias).scaled(grad_output)
+    return scaled.x, scaled.weight, scaled.bias

@@ -1,0 +1,154 @@
+"""The loss and its gradient per row, from a few numbers a row. Plain PyTorch on (N,) vectors.
+
+For row i and vocabulary entry v, with class weights w_v, label smoothing ε, z-loss λ, token scale s_i and
+upstream gradient g_i:
+
+    lse_i = log Σ_v exp z_iv,   p_iv = exp(z_iv − lse_i)
+
+    loss_i = s_i · { [ (1−ε)·w_t·(lse_i − z_t) + (ε/V)·(lse_i·Σ_v w_v − Σ_v w_v z_iv) ] / D  +  λ·lse_i² / Dz }
+
+    dz_iv  = [ A_i·p_iv − B_i·[v = t_i] − C_i·w_v ] · (1 − (z_iv/softcap)²)
+    A_i = g_i s_i { [ (1−ε)·w_t + (ε/V)·Σ_v w_v ] / D  +  2λ·lse_i / Dz }
+    B_i = g_i s_i (1−ε)·w_t / D
+    C_i = g_i s_i (ε/V) / D
+
+"mean" divides by D = Σ_valid w_t and Dz = the number of valid rows; "sum" and "none" by 1. So every option
+folds into three numbers a row and one vector over the vocabulary: no kernel knows what label smoothing is.
+Class weights are torch's (torch.nn.CrossEntropyLoss); the z-loss, not scaled by them, is Liger-Kernel's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from liger_cutedsl.options import LossOptions
+from liger_cutedsl.problem import Problem
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """What a forward pass over the vocabulary leaves behind, each (N,) in the compute dtype.
+
+    lse: log Σ_v exp z_iv.  target_logit: z_it; rows without a target in range hold anything.
+    weighted_sum: Σ_v w_v z_iv, or None.  argmax: int64, the first v of the largest z_iv, or None.
+    """
+
+    lse: torch.Tensor
+    target_logit: torch.Tensor
+    weighted_sum: torch.Tensor | None = None
+    argmax: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RowWeights:
+    """The share of each row in the loss.
+
+    valid: (N,) bool, target ≠ ignore_index.  target_weight: (N,) w_t, 0 where ignored.
+    total_weight: Σ_v w_v.  inverse_d, inverse_dz: 1/D and 1/Dz, 0 when no row is valid.  vocab: V.
+    """
+
+    valid: torch.Tensor
+    target_weight: torch.Tensor
+    total_weight: torch.Tensor | float
+    inverse_d: torch.Tensor | float
+    inverse_dz: torch.Tensor | float
+    vocab: int
+
+
+@dataclass(frozen=True)
+class RowCoefficients:
+    """dz_iv = [a_i·p_iv − c_i·w_v]·(1 − (z_iv/softcap)²) for v ≠ t_i; fix_i is the whole of dz at v = t_i.
+
+    Each (N,); zero in ignored rows. c is None without label smoothing.
+    """
+
+    a: torch.Tensor
+    c: torch.Tensor | None
+    fix: torch.Tensor
+
+
+class LossOutput(NamedTuple):
+    """loss, and the metrics that were asked for (else None).
+
+    loss, z_loss: scalar, or (N,) for reduction="none"; z_loss is the part of loss that λ·lse² makes up.
+    token_accuracy: share of valid rows whose argmax is the target, or (N,) of 0 and 1 for "none".
+    predicted_tokens: (N,) int64 argmax of the logits, −1 in ignored rows.
+    """
+
+    loss: torch.Tensor
+    z_loss: torch.Tensor | None = None
+    token_accuracy: torch.Tensor | None = None
+    predicted_tokens: torch.Tensor | None = None
+
+
+def row_weights(problem: Problem) -> RowWeights:
+    """RowWeights of a problem whose ce_weight is already in the compute dtype. Reads nothing to the host."""
+    dtype, options = problem.compute_dtype, problem.options
+    valid = problem.target != options.ignore_index
+    if problem.ce_weight is None:
+        target_weight, total = valid.to(dtype), float(problem.vocab)
+    else:
+        target = torch.where(valid, problem.target, 0).long()
+        target_weight = torch.where(valid, problem.ce_weight[target], 0.0)
+        total = problem.ce_weight.sum()
+    inverse_d = inverse_dz = 1.0
+    if options.reduction == "mean":
+        n_valid = valid.sum()
+        inverse_dz = torch.where(n_valid > 0, 1.0 / n_valid.to(dtype), 0.0)
+        # Weights that sum to zero over valid rows give 0/0 = NaN, as in torch; no valid row at all gives 0.
+        inverse_d = torch.where(n_valid > 0, 1.0 / target_weight.sum(), 0.0)
+    return RowWeights(valid, target_weight, total, inverse_d, inverse_dz, problem.vocab)
+
+
+def token_scale(stats: RowStatistics, options: LossOptions) -> torch.Tensor | float:
+    """s_i: the detached probability of the target (Liger-Kernel's use_token_scaling), or 1."""
+    return torch.exp(stats.target_logit - stats.lse) if options.use_token_scaling else 1.0
+
+
+def loss_terms(stats: RowStatistics, rows: RowWeights, problem: Problem) -> LossOutput:
+    """The loss and the metrics asked for, reduced as options.reduction says."""
+    options = problem.options
+    eps, scale = options.label_smoothing, token_scale(stats, options)
+    cross_entropy = (1.0 - eps) * rows.target_weight * (stats.lse - stats.target_logit)
+    if options.smoothing:
+        cross_entropy = cross_entropy + (eps / rows.vocab) * (stats.lse * rows.total_weight - stats.weighted_sum)
+    loss, z_loss = scale * (cross_entropy * rows.inverse_d), None
+    if options.lse_square_scale or options.return_z_loss:
+        z_loss = scale * (options.lse_square_scale * stats.lse.square() * rows.inverse_dz)
+        loss = loss + z_loss
+
+    def reduce(per_row):
+        per_row = torch.where(rows.valid, per_row, 0.0)
+        return per_row if options.reduction == "none" else per_row.sum()
+
+    accuracy = predicted = None
+    if options.return_token_accuracy:
+        accuracy = reduce((stats.argmax == problem.target).to(torch.float32))
+        if options.reduction != "none":
+            accuracy = accuracy / rows.valid.sum().clamp(min=1)
+    if options.return_predicted_tokens:
+        predicted = torch.where(rows.valid, stats.argmax, -1)
+    return LossOutput(reduce(loss), reduce(z_loss) if options.return_z_loss else None, accuracy, predicted)
+
+
+def row_coefficients(stats: RowStatistics, rows: RowWeights, options: LossOptions, grad_output) -> RowCoefficients:
+    """A, C and the target's own gradient, for an upstream gradient of shape () or (N,)."""
+    eps = options.label_smoothing
+    upstream = grad_output.to(stats.lse.dtype) * token_scale(stats, options)
+    b = upstream * ((1.0 - eps) * rows.target_weight * rows.inverse_d)
+    c = upstream * ((eps / rows.vocab) * rows.inverse_d)
+    z_part = upstream * (2.0 * options.lse_square_scale * stats.lse * rows.inverse_dz)
+    a_minus_b = c * rows.total_weight + z_part
+    log_p = stats.target_logit - stats.lse
+    # A·p − B cancels as p → 1; B·(p − 1) + (A − B)·p with expm1 does not.
+    fix = b * torch.expm1(log_p) + a_minus_b * torch.exp(log_p) - c * rows.target_weight
+    if options.softcap is not None:
+        fix = fix * (1.0 - (stats.target_logit / options.softcap).square())
+
+    def masked(v):
+        return torch.where(rows.valid, v, 0.0)
+
+    return RowCoefficients(masked(b + a_minus_b), masked(c.expand_as(b)) if options.smoothing else None, masked(fix))

@@ -1,0 +1,81 @@
+"""LossOptions: every option of the loss in one frozen object, checked once at the entrance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import torch
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Options of fused linear + cross entropy, under Liger-Kernel's names.
+
+    ignore_index: rows with this target contribute neither loss nor gradient.
+    lse_square_scale: λ of the z-loss λ·lse², added to the loss; not scaled by class weights.
+    label_smoothing: ε in [0, 1], the share of the target mass spread over the vocabulary.
+    reduction: "mean" (over rows, weighted by class weights as in torch), "sum" or "none" (one loss a row).
+    softcap: logits become softcap · tanh(logits / softcap); None for no capping.
+    use_token_scaling: multiply each row's loss by its detached target probability.
+    accum_dtype: dtype in which dW and db are summed where a schedule sums them piecewise.
+    return_z_loss, return_token_accuracy, return_predicted_tokens: metrics to compute besides the loss.
+
+    Raises TypeError or ValueError naming the option, what came and what is accepted.
+    """
+
+    ignore_index: int = -100
+    lse_square_scale: float = 0.0
+    label_smoothing: float = 0.0
+    reduction: str = "mean"
+    softcap: float | None = None
+    use_token_scaling: bool = False
+    accum_dtype: torch.dtype | None = None
+    return_z_loss: bool = False
+    return_token_accuracy: bool = False
+    return_predicted_tokens: bool = False
+
+    def __post_init__(self):
+        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
+            raise TypeError(f"ignore_index must be an int, got {self.ignore_index!r}")
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {self.reduction!r}")
+        _check_number("lse_square_scale", self.lse_square_scale)
+        _check_number("label_smoothing", self.label_smoothing)
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise ValueError(f"label_smoothing must lie in [0, 1], got {self.label_smoothing!r}")
+        if self.softcap is not None:
+            _check_number("softcap", self.softcap)
+            if self.softcap <= 0:
+                raise ValueError(f"softcap must be None or greater than 0, got {self.softcap!r}")
+        if self.accum_dtype is not None and not getattr(self.accum_dtype, "is_floating_point", False):
+            raise TypeError(f"accum_dtype must be None or a floating torch.dtype, got {self.accum_dtype!r}")
+        for flag in (
+            "use_token_scaling",
+            "return_z_loss",
+            "return_token_accuracy",
+            "return_predicted_tokens",
+        ):
+            if not isinstance(getattr(self, flag), bool):
+                raise TypeError(f"{flag} must be True or False, got {getattr(self, flag)!r}")
+
+    @classmethod
+    def from_arguments(cls, arguments: Mapping) -> LossOptions:
+        """Picks the options out of a function's arguments, such as its locals()."""
+        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
+
+    @property
+    def smoothing(self) -> bool:
+        return self.label_smoothing > 0.0
+
+    @property
+    def needs_argmax(self) -> bool:
+        return self.return_token_accuracy or self.return_predicted_tokens
+
+
+def _check_number(name: str, value) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise TypeError(f"{name} must be a finite number, got {value!r}")

@@ -1,0 +1,183 @@
+"""Problem: the tensors and options of a call, checked against each other before anything is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from liger_cutedsl.options import LossOptions
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """x (N, H), weight (V, H), target (N,) of int64 or int32, bias (V,) or None, ce_weight (V,) or None."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    target: torch.Tensor
+    bias: torch.Tensor | None = None
+    ce_weight: torch.Tensor | None = None
+    options: LossOptions = LossOptions()
+
+    @property
+    def tokens(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def hidden(self) -> int:
+        return self.x.shape[1]
+
+    @property
+    def vocab(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """dtype of logits, losses and row vectors: float64 for float64 inputs, else float32."""
+        return torch.float64 if self.x.dtype == torch.float64 else torch.float32
+
+    def for_kernels(self, dtype: torch.dtype) -> Problem:
+        """The same problem as the kernels read it: x and weight in dtype, the vectors in the compute dtype."""
+        cast = replace(self, x=self.x.to(dtype), weight=self.weight.to(dtype))
+        for name in ("bias", "ce_weight"):
+            vector = getattr(self, name)
+            if vector is not None:
+                cast = replace(cast, **{name: vector.to(cast.compute_dtype).contiguous()})
+        return cast
+
+    @property
+    def gemm_dtype(self) -> torch.dtype:
+        """The dtype x and weight are multiplied in: autocast's, where it is on, as in torch's own linear."""
+        return autocast_dtype(self.device) or self.x.dtype
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """dx (N, H), dW (V, H), db (V,); None where not wanted."""
+
+    x: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    def scaled(self, factor: torch.Tensor) -> Gradients:
+        """New gradients times a scalar tensor."""
+        return Gradients(*(None if g is None else g * factor for g in (self.x, self.weight, self.bias)))
+
+
+@dataclass(frozen=True)
+class WantedGradients:
+    """Which gradients a call needs, as the dtypes they are returned in (their parameters'); None for not wanted."""
+
+    x: torch.dtype | None = None
+    weight: torch.dtype | None = None
+    bias: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, problem: Problem, needs) -> WantedGradients:
+        """needs: one flag each for x, weight and bias."""
+        tensors = (problem.x, problem.weight, problem.bias)
+        return cls(*(t.dtype if need and t is not None else None for t, need in zip(tensors, needs, strict=True)))
+
+    def __bool__(self) -> bool:
+        return any(dtype is not None for dtype in (self.x, self.weight, self.bias))
+
+    def allocate(self, problem: Problem) -> Gradients:
+        """Uninitialised, contiguous gradients."""
+
+        def empty(dtype, *shape):
+            return None if dtype is None else torch.empty(shape, dtype=dtype, device=problem.device)
+
+        return Gradients(
+            empty(self.x, problem.tokens, problem.hidden),
+            empty(self.weight, problem.vocab, problem.hidden),
+            empty(self.bias, problem.vocab),
+        )
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype in which autocast runs matrix products on this device, or None where it is off."""
+    if not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def check_tensors(problem: Problem) -> None:
+    """Shapes, dtypes and devices, without reading device memory. Raises TypeError or ValueError."""
+    x, weight, target = problem.x, problem.weight, problem.target
+    for name in ("x", "weight", "target", "bias", "ce_weight"):
+        _check_tensor(name, getattr(problem, name), optional=name in ("bias", "ce_weight"))
+    if x.dim() != 2:
+        raise ValueError(
+            f"x must have shape (N, H), got {tuple(x.shape)}: flatten it with x.flatten(0, -2) and the "
+            f"target with target.flatten(), or call liger_cutedsl.fused_linear_cross_entropy, which does"
+        )
+    if weight.dim() != 2 or weight.shape[1] != x.shape[1] or weight.shape[0] == 0 or x.shape[1] == 0:
+        raise ValueError(
+            f"weight must have shape (V, H) with V ≥ 1 and H = {x.shape[1]} ≥ 1 as in x, got {tuple(weight.shape)}"
+        )
+    if target.dim() != 1 or target.shape[0] != x.shape[0]:
+        raise ValueError(f"target must have shape ({x.shape[0]},) as x has rows, got {tuple(target.shape)}")
+    if target.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"target must be int64 or int32, got {target.dtype}")
+    _check_dtypes(problem)
+    for name in ("bias", "ce_weight"):
+        vector = getattr(problem, name)
+        if vector is not None and tuple(vector.shape) != (weight.shape[0],):
+            raise ValueError(f"{name} must have shape (V,) = ({weight.shape[0]},), got {tuple(vector.shape)}")
+
+
+def _check_tensor(name, value, optional) -> None:
+    if value is None and optional:
+        return
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor{' or None' if optional else ''}, got {type(value)}")
+    if type(value).__name__ == "DTensor":
+        raise TypeError(
+            f"{name} is a DTensor: pass {name}.full_tensor() for a sharded parameter (under FSDP2, call the loss "
+            f"inside the module that owns it, where it is unsharded), or {name}.to_local() where it is replicated"
+        )
+
+
+def _check_dtypes(problem: Problem) -> None:
+    x, weight = problem.x, problem.weight
+    for name, value in (("x", x), ("weight", weight)):
+        if value.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"{name} must be bfloat16, float16, float32 or float64, got {value.dtype}")
+    if x.dtype != weight.dtype and autocast_dtype(x.device) is None:
+        raise TypeError(
+            f"x and weight must have one dtype, got {x.dtype} and {weight.dtype}: cast one of them, or call "
+            f"under torch.autocast"
+        )
+    for name in ("weight", "target", "bias", "ce_weight"):
+        value = getattr(problem, name)
+        if value is None:
+            continue
+        if value.device != x.device:
+            raise ValueError(f"{name} must be on x's device {x.device}, got {value.device}")
+        if name in ("bias", "ce_weight") and not value.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got {value.dtype}")
+
+
+def check_targets(problem: Problem) -> None:
+    """Raises ValueError for a target that is neither ignore_index nor in [0, V).
+
+    Costs one read of device memory; skipped while a CUDA graph is being captured, where reads are not allowed.
+    """
+    target, ignore_index = problem.target, problem.options.ignore_index
+    if target.numel() == 0 or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    in_range = torch.where(target == ignore_index, 0, target)
+    low, high = torch.stack(torch.aminmax(in_range)).tolist()
+    if low < 0 or high >= problem.vocab:
+        value = low if low < 0 else high
+        raise ValueError(
+            f"target must hold class indices in [0, {problem.vocab}) or ignore_index={ignore_index}, got {value} "
+            f"for a weight of {problem.vocab} rows"
+        )

@@ -1,0 +1,164 @@
+"""Routing: from a call and the environment to a Route, the engine and schedule that will run and why."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from liger_cutedsl.engines import make_engine
+from liger_cutedsl.problem import Problem, WantedGradients
+from liger_cutedsl.schedules.tiling import SPARE_COLUMNS, fitting_width
+
+ENGINES = ("cute", "triton", "torch")
+SCHEDULES = ("recompute",)
+DEFAULT_WORKSPACE_MB = 512.0
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one call runs.
+
+    engine: "cute" (CuTe DSL GEMMs), "triton" (Liger-Kernel's own operator) or "torch".
+    schedule: "recompute"; "liger" is what the triton engine brings along.
+    dtype: what x and weight are multiplied in.  tile_width: columns of a vocabulary tile, 0 for triton.
+    workspace_bytes: predicted memory beyond inputs, outputs and gradients, 0 where not known.
+    reason: why, in words.  fallback: whether a GPU call runs without the CuTe engine.
+    """
+
+    engine: str
+    schedule: str
+    dtype: torch.dtype
+    reason: str
+    tile_width: int = 0
+    workspace_bytes: int = 0
+    fallback: bool = False
+
+    def __str__(self) -> str:
+        size = f", {self.workspace_bytes / 2**20:.0f} MiB workspace" if self.workspace_bytes else ""
+        tile = f", tiles of {self.tile_width} columns" if self.tile_width else ""
+        return f"{self.engine} / {self.schedule}{tile}{size}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for: an argument, else its environment variable, else the default.
+
+    engine (LIGER_CUTEDSL_ENGINE): one of ENGINES, or "auto".
+    schedule (LIGER_CUTEDSL_SCHEDULE): one of SCHEDULES, or "auto".
+    workspace_mb (LIGER_CUTEDSL_WORKSPACE_MB): MiB a call may use beyond inputs, outputs and gradients.
+    """
+
+    engine: str = "auto"
+    schedule: str = "auto"
+    workspace_mb: float = DEFAULT_WORKSPACE_MB
+
+    @classmethod
+    def resolve(cls, engine=None, schedule=None, workspace_mb=None, chunk_mem_const=1) -> Settings:
+        """chunk_mem_const: Liger-Kernel's multiplier of the workspace, a positive int."""
+        if isinstance(chunk_mem_const, bool) or not isinstance(chunk_mem_const, int) or chunk_mem_const < 1:
+            raise ValueError(f"chunk_mem_const must be a positive int, got {chunk_mem_const!r}")
+        budget = _positive("workspace_mb", workspace_mb, "LIGER_CUTEDSL_WORKSPACE_MB", DEFAULT_WORKSPACE_MB)
+        return cls(
+            _choice("engine", engine, "LIGER_CUTEDSL_ENGINE", ENGINES),
+            _choice("schedule", schedule, "LIGER_CUTEDSL_SCHEDULE", SCHEDULES),
+            budget * chunk_mem_const,
+        )
+
+
+def choose_route(problem: Problem, wanted: WantedGradients, settings: Settings) -> Route:
+    """The route of a call. Raises RuntimeError, with the reason, where a forced engine cannot run it."""
+    engine, reason = _choose_engine(problem, settings)
+    fallback = problem.device.type == "cuda" and engine != "cute" and problem.tokens > 0
+    if engine == "triton":
+        return Route("triton", "liger", problem.gemm_dtype, reason, fallback=fallback)
+    budget = int(settings.workspace_mb * 2**20)
+    runner = make_engine(engine)
+    fixed, column = _accumulator_bytes(problem, wanted), runner.column_bytes(problem)
+    width = min(runner.widest_tile, fitting_width(problem.vocab, column, budget - fixed))
+    used = fixed + column * (width + SPARE_COLUMNS)
+    return Route(engine, "recompute", problem.gemm_dtype, reason, width, used, fallback)
+
+
+_warned = False
+
+
+def warn_about_fallback(route: Route) -> None:
+    """Says once per process that a GPU call runs without the CuTe engine, and why."""
+    global _warned
+    if route.fallback and not _warned:
+        _warned = True
+        warnings.warn(
+            f"liger-cutedsl runs this loss on its {route.engine} engine: {route.reason}. "
+            f"Said once; `python -m liger_cutedsl` shows what runs here.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def _choose_engine(problem: Problem, settings: Settings) -> tuple[str, str]:
+    if settings.engine != "auto":
+        obstacle = {"cute": cute_obstacle, "triton": triton_obstacle, "torch": lambda *_: None}[settings.engine](
+            problem, settings
+        )
+        if obstacle:
+            raise RuntimeError(
+                f"engine {settings.engine!r} was asked for but cannot run this call: {obstacle}. "
+                f"Unset LIGER_CUTEDSL_ENGINE (or pass engine='auto') to let the call take another route"
+            )
+        return settings.engine, "asked for"
+    if problem.tokens == 0:
+        return "torch", "an empty batch needs no kernel"
+    if problem.device.type != "cuda":
+        return "torch", f"{problem.device.type} tensors"
+    obstacle = cute_obstacle(problem, settings)
+    if not obstacle:
+        return "cute", "16-bit inputs on a GPU with CuTe kernels"
+    second = triton_obstacle(problem, settings)
+    return ("torch", f"{obstacle}, and {second}") if second else ("triton", obstacle)
+
+
+def cute_obstacle(problem: Problem, settings: Settings) -> str | None:
+    """Why the CuTe engine cannot run this call, or None."""
+    return "this version has no CuTe engine yet"
+
+
+def triton_obstacle(problem: Problem, settings: Settings) -> str | None:
+    """Why Liger-Kernel's Triton operator cannot run this call, or None."""
+    if problem.device.type != "cuda":
+        return f"Liger's Triton operator needs a GPU, and these are {problem.device.type} tensors"
+    if problem.gemm_dtype == torch.float64:
+        return "Liger's Triton operator computes float64 inputs in float32"
+    if settings.schedule != "auto":
+        return f"Liger's Triton operator has its own schedule, not {settings.schedule!r}"
+    return None
+
+
+def _accumulator_bytes(problem: Problem, wanted: WantedGradients) -> int:
+    """Bytes of the accumulator of dX in the compute dtype, where dX itself is narrower."""
+    if wanted.x is None or wanted.x == problem.compute_dtype:
+        return 0
+    return problem.tokens * problem.hidden * problem.compute_dtype.itemsize
+
+
+def _choice(name: str, argument, variable: str, choices: tuple[str, ...]) -> str:
+    value, source = (argument, name) if argument is not None else (os.environ.get(variable), variable)
+    value = "auto" if value in (None, "") else value
+    if value not in (*choices, "auto"):
+        raise ValueError(f"{source} must be one of {', '.join(choices)} or auto, got {value!r}")
+    return value
+
+
+def _positive(name: str, argument, variable: str, default: float) -> float:
+    value, source = (argument, name) if argument is not None else (os.environ.get(variable), variable)
+    if value in (None, ""):
+        return default
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = -1.0
+    if not 0 < number < float("inf"):
+        raise ValueError(f"{source} must be a positive number of MiB, got {value!r}")
+    return number

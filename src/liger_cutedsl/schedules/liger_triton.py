@@ -1,0 +1,76 @@
+"""Liger-Kernel's own Triton operator behind the interface of our schedules: what the CuTe engine cannot run.
+
+Liger's functions are called rather than its autograd.Function, for three reasons: its forward computes no
+gradient at all when only weight or bias wants one, its backward scales in place (twice, on a second call),
+and its metrics divide by zero when every row is ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from liger_cutedsl.objective import LossOutput
+from liger_cutedsl.problem import Gradients, Problem, WantedGradients
+
+if TYPE_CHECKING:
+    from liger_cutedsl.routing import Route
+
+
+def forward(_engine, problem: Problem, route: Route, wanted: WantedGradients) -> tuple[LossOutput, Gradients | None]:
+    """Loss and, where the upstream gradient cannot reach the rows (mean, sum), the gradients for g = 1."""
+    eager = bool(wanted) and problem.options.reduction != "none"
+    output, gradients = _call(problem, route, wanted if eager else WantedGradients())
+    if output.token_accuracy is not None and problem.options.reduction != "none":
+        output = output._replace(token_accuracy=output.token_accuracy.nan_to_num(0.0))
+    return output, gradients if eager else None
+
+
+def backward(
+    _engine,
+    problem: Problem,
+    route: Route,
+    wanted: WantedGradients,
+    state: Gradients | None,
+    grad_output: torch.Tensor,
+) -> Gradients:
+    if state is None:
+        return _call(problem, route, wanted, token_grad_output=grad_output)[1]
+    return state.scaled(grad_output)
+
+
+def _call(problem: Problem, route: Route, wanted: WantedGradients, token_grad_output=None):
+    from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
+
+    options = problem.options
+    if problem.target.dtype != torch.int64:
+        problem = replace(problem, target=problem.target.long())
+    accum_dtype = options.accum_dtype
+    if accum_dtype is None and wanted.weight == torch.float32:
+        accum_dtype = torch.float32  # the sum is returned in float32 anyway: under AMP too
+    with torch.autocast(problem.device.type, dtype=route.dtype, enabled=route.dtype != problem.x.dtype):
+        loss, z_loss, accuracy, predicted, *grads = fused_linear_cross_entropy_forward(
+            problem.x,
+            problem.weight,
+            problem.target,
+            ce_weight=problem.ce_weight,
+            bias=problem.bias,
+            ignore_index=options.ignore_index,
+            lse_square_scale=options.lse_square_scale,
+            label_smoothing=options.label_smoothing,
+            reduction=options.reduction,
+            softcap=options.softcap,
+            return_z_loss=options.return_z_loss,
+            accum_dtype=accum_dtype,
+            use_token_scaling=options.use_token_scaling,
+            return_token_accuracy=options.return_token_accuracy,
+            return_predicted_tokens=options.return_predicted_tokens,
+            token_grad_output=token_grad_output,
+            compute_gradients=bool(wanted),
+            weight_requires_grad=wanted.weight is not None,
+        )
+    dtypes = (wanted.x, wanted.weight, wanted.bias)
+    gradients = Gradients(*(None if d is None else g.to(d) for d, g in zip(dtypes, grads, strict=True)))
+    return LossOutput(loss, z_loss, accuracy, predicted), gradients

@@ -1,0 +1,135 @@
+"""The `recompute` schedule: a store-free forward, and a backward that recomputes the softmax tile by tile.
+
+    forward   one pass over the vocabulary reduces logits to row statistics; no logit is stored
+    backward  for each vocabulary tile: dz (N, tile) again from x, W and the row statistics;
+              dW[tile] = dzᵀ·x, written once;  dX += dz·W[tile], in fp32;  db[tile] = Σ_i dz
+
+Four GEMMs. The upstream gradient is known when dz is computed, so it enters the rows' coefficients: per-token
+gradients (reduction="none") and any loss scale cost nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from liger_cutedsl.gemm import matmul
+from liger_cutedsl.objective import (
+    LossOutput,
+    RowCoefficients,
+    RowStatistics,
+    RowWeights,
+    loss_terms,
+    row_coefficients,
+    row_weights,
+)
+from liger_cutedsl.problem import Gradients, Problem, WantedGradients
+from liger_cutedsl.schedules.tiling import SPARE_COLUMNS, vocabulary_tiles
+
+if TYPE_CHECKING:
+    from liger_cutedsl.routing import Route
+
+# dz in fp16 is scaled so that its largest entry is near 2¹⁴: a quarter of fp16's largest number, while a
+# probability of 1e-5 stays a normal number of it.
+FP16_HEADROOM = 2.0**14
+
+
+@dataclass(frozen=True)
+class RecomputeState:
+    """What backward needs from forward: three (N,) vectors."""
+
+    stats: RowStatistics
+    rows: RowWeights
+
+
+def forward(engine, problem: Problem, route: Route, wanted: WantedGradients) -> tuple[LossOutput, RecomputeState]:
+    problem = problem.for_kernels(route.dtype)
+    stats, rows = engine.row_statistics(problem, route.tile_width), row_weights(problem)
+    kept = RowStatistics(stats.lse, stats.target_logit)
+    return loss_terms(stats, rows, problem), RecomputeState(kept, rows)
+
+
+def backward(
+    engine,
+    problem: Problem,
+    route: Route,
+    wanted: WantedGradients,
+    state: RecomputeState,
+    grad_output: torch.Tensor,
+) -> Gradients:
+    gradients, problem, tile_width = (
+        wanted.allocate(problem),
+        problem.for_kernels(route.dtype),
+        route.tile_width,
+    )
+    coefficients = row_coefficients(state.stats, state.rows, problem.options, grad_output)
+    dz_dtype, unscale = engine.dz_dtype(problem), None
+    if dz_dtype == torch.float16:
+        coefficients, unscale = _scaled_for_fp16(coefficients, problem)
+    sink = _GradientSink(engine, problem, gradients, unscale)
+    buffer = torch.empty(problem.tokens, tile_width + SPARE_COLUMNS, dtype=dz_dtype, device=problem.device)
+    fix, target = coefficients.fix.to(dz_dtype)[:, None], problem.target.long()
+    for tile in vocabulary_tiles(problem.vocab, tile_width):
+        dz = buffer[:, : tile.width]
+        engine.dz_tile(problem, state.stats.lse, coefficients, tile, out=dz)
+        in_tile = (target >= tile.start) & (target < tile.stop)
+        buffer.scatter_(1, torch.where(in_tile, target - tile.start, tile_width)[:, None], fix)
+        sink.add(dz, tile)
+    sink.finish()
+    return gradients
+
+
+class _GradientSink:
+    """Turns tiles of dz into dX, dW and db."""
+
+    def __init__(self, engine, problem: Problem, gradients: Gradients, unscale: torch.Tensor | None):
+        self.problem, self.gradients, self.unscale = problem, gradients, unscale
+        self.engine = engine
+        self.x = engine.gemm_operand(problem.x) if gradients.weight is not None else None
+        self.dx = None
+        if gradients.x is not None:
+            in_place = gradients.x.dtype == problem.compute_dtype
+            self.dx = gradients.x if in_place else torch.empty_like(gradients.x, dtype=problem.compute_dtype)
+
+    def add(self, dz: torch.Tensor, tile) -> None:
+        grads = self.gradients
+        if self.dx is not None:
+            weight = self.engine.gemm_operand(self.problem.weight[tile.columns])
+            matmul(dz, weight, out=self.dx, accumulate=tile.start > 0)
+        if grads.weight is not None:
+            self._write(grads.weight[tile.columns], lambda out: matmul(dz.t(), self.x, out=out))
+        if grads.bias is not None:
+            grads.bias[tile.columns] = self._unscaled(dz.sum(dim=0, dtype=self.problem.compute_dtype))
+
+    def finish(self) -> None:
+        if self.dx is not None and (self.dx is not self.gradients.x or self.unscale is not None):
+            self.gradients.x.copy_(self._unscaled(self.dx))
+
+    def _write(self, out: torch.Tensor, product) -> None:
+        """A product into out: directly, or through fp32 where the scale of fp16 has to come off first."""
+        if self.unscale is None:
+            product(out)
+        else:
+            out.copy_(product(torch.empty_like(out, dtype=torch.float32)).mul_(self.unscale))
+
+    def _unscaled(self, value: torch.Tensor) -> torch.Tensor:
+        return value if self.unscale is None else value * self.unscale
+
+
+def _scaled_for_fp16(coefficients: RowCoefficients, problem: Problem) -> tuple[RowCoefficients, torch.Tensor]:
+    """The coefficients times a power of two that keeps dz inside fp16's range, and the inverse of that power.
+
+    Computed on the device: 1/N would underflow fp16, and how large the upstream gradient is, nobody reads.
+    """
+    largest = coefficients.a.abs().amax() if problem.tokens else coefficients.a.new_zeros(())
+    largest = torch.maximum(largest, coefficients.fix.abs().amax())
+    if coefficients.c is not None:
+        per_class = 1.0 if problem.ce_weight is None else problem.ce_weight.abs().amax()
+        largest = torch.maximum(largest, coefficients.c.abs().amax() * per_class)
+    usable = (largest > 0) & largest.isfinite()
+    exponent = torch.floor(torch.log2(FP16_HEADROOM / torch.where(usable, largest, FP16_HEADROOM)))
+    scale = torch.exp2(exponent.clamp(-100, 100))
+    c = None if coefficients.c is None else coefficients.c * scale
+    return RowCoefficients(coefficients.a * scale, c, coefficients.fix * scale), 1.0 / scale

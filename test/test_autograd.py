@@ -1,0 +1,160 @@
+"""How gradients are asked for: subsets, repeated backward, upstream gradients, AMP, memory."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_cutedsl import LossOptions, fused_linear_cross_entropy
+from liger_cutedsl.engines.torch_engine import TorchEngine
+from reference import GRADIENT_BOUND, Case, assert_close, check_case, reference
+
+
+class Recorder(TorchDispatchMode):
+    """Records the operators that run and the largest tensor any of them made."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.largest = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.calls.append(func.overloadpacket.__name__)
+        for value in torch.utils._pytree.tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                self.largest = max(self.largest, value.numel())
+        return result
+
+    @property
+    def products(self) -> int:
+        return sum(name in ("mm", "addmm", "matmul", "bmm") for name in self.calls)
+
+
+@pytest.mark.parametrize("needs", [n for n in itertools.product([True, False], repeat=3) if any(n)])
+def test_any_subset_of_gradients(place, needs):
+    dtype = place.dtypes[0]
+    case = Case(dtype=dtype, device=place.device, bias=True)
+    x, weight, target, bias, _ = case.tensors()
+    leaves = [v.detach().requires_grad_(need) for v, need in zip((x, weight, bias), needs, strict=True)]
+    loss = fused_linear_cross_entropy(leaves[0], leaves[1], target, bias=leaves[2], engine=place.engine)
+    with Recorder() as recorder:
+        loss.backward()
+    _, expected = reference(x, weight, target, bias, None, LossOptions())
+    for leaf, need, want in zip(leaves, needs, expected, strict=True):
+        assert (leaf.grad is not None) == need
+        if need:
+            assert_close(leaf.grad, want, GRADIENT_BOUND[dtype], "gradient")
+    if place.engine == "torch":  # dz, and one product for each of dx and dW: what is not needed is not computed
+        assert recorder.products == 1 + needs[0] + needs[1]
+
+
+def test_no_gradient_is_computed_without_need(place):
+    case = Case(dtype=place.dtypes[0], device=place.device)
+    x, weight, target, *_ = case.tensors()
+    with torch.no_grad():
+        assert not fused_linear_cross_entropy(x, weight, target, engine=place.engine).requires_grad
+    assert not fused_linear_cross_entropy(x.detach(), weight.detach(), target, engine=place.engine).requires_grad
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_second_backward_gives_the_same_gradients(place, reduction):
+    case = Case(dtype=place.dtypes[0], device=place.device, bias=True)
+    x, weight, target, bias, _ = case.tensors()
+    loss = fused_linear_cross_entropy(x, weight, target, bias=bias, reduction=reduction, engine=place.engine)
+    g = torch.full_like(loss, 3.0)
+    first = torch.autograd.grad(loss, (x, weight, bias), g, retain_graph=True)
+    kept = [v.clone() for v in first]
+    second = torch.autograd.grad(loss, (x, weight, bias), g, retain_graph=True)
+    third = torch.autograd.grad(loss, (x, weight, bias), 2 * g)
+    for a, b, c, d in zip(first, kept, second, third, strict=True):
+        assert torch.equal(a, b), "a later backward changed gradients already handed out"
+        assert torch.equal(b, c)
+        assert_close(d, 2 * b.double(), 2 * GRADIENT_BOUND[place.dtypes[0]], "twice the upstream gradient")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_loss_is_not_the_last_layer(place, reduction):
+    def upstream(loss):
+        leaf = loss.detach().requires_grad_()
+        return torch.autograd.grad((leaf * leaf).sum() * 0.25, leaf)[0]
+
+    options = dict(reduction=reduction, label_smoothing=0.1)
+    for dtype in place.dtypes:
+        check_case(Case(dtype=dtype, device=place.device, options=options), upstream=upstream, engine=place.engine)
+
+
+def test_inputs_are_not_modified(place):
+    case = Case(dtype=place.dtypes[-1], device=place.device, bias=True, ce_weight=True)
+    tensors = case.tensors()
+    before = [v.detach().clone() for v in tensors]
+    x, weight, target, bias, ce_weight = tensors
+    fused_linear_cross_entropy(
+        x, weight, target, bias=bias, ce_weight=ce_weight, softcap=2.0, engine=place.engine
+    ).backward()
+    for v, b in zip(tensors, before, strict=True):
+        assert torch.equal(v.detach(), b)
+
+
+def test_double_backward_is_refused(place):
+    x, weight, target, *_ = Case(dtype=place.dtypes[0], device=place.device).tensors()
+    loss = fused_linear_cross_entropy(x, weight, target, engine=place.engine)
+    (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("amp_dtype", [torch.bfloat16, torch.float16])
+def test_autocast_multiplies_in_its_dtype_and_returns_the_parameters_dtype(place, amp_dtype):
+    case = Case(dtype=torch.float32, device=place.device, bias=True)
+    x, weight, target, bias, _ = case.tensors()
+    with torch.autocast(place.device, dtype=amp_dtype):
+        loss = fused_linear_cross_entropy(x, weight, target, bias=bias, engine=place.engine)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    # The operands are rounded to the autocast dtype before anything else: so is the reference's.
+    rounded = [v.detach().to(amp_dtype) for v in (x, weight)]
+    expected, grads = reference(*rounded, target, bias, None, LossOptions())
+    assert_close(loss, expected["loss"], 1e-5, "loss")
+    for leaf, want in zip((x, weight, bias), grads, strict=True):
+        assert leaf.grad.dtype == torch.float32
+        # Gradients are written in float32, so dz alone may be rounded to 16 bits.
+        bound = GRADIENT_BOUND[torch.float32 if place.engine == "torch" else amp_dtype]
+        assert_close(leaf.grad, want, bound, "gradient")
+
+
+class Fp16Dz(TorchEngine):
+    """The torch engine with dz rounded to fp16, as the GPU engine keeps it for fp16 inputs."""
+
+    def __init__(self):
+        super().__init__(dz_dtype=torch.float16)
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 2.0**16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_fp16_dz_does_not_underflow(monkeypatch, loss_scale, reduction):
+    """p/N is about 2e-7/500 here, far below fp16's smallest number 6e-8: a scale keeps dz in its range."""
+    monkeypatch.setattr("liger_cutedsl.function.make_engine", lambda name: Fp16Dz())
+    case = Case(tokens=500, vocab=2000, dtype=torch.float32, bias=True, scale=1.0, ignored=0.1)
+    case.options = dict(label_smoothing=0.1, reduction=reduction)
+    # dz is rounded to fp16 once, and everything else happens in float32
+    check_case(
+        case,
+        gradient_bound=GRADIENT_BOUND[torch.float16],
+        upstream=lambda loss: torch.full_like(loss, loss_scale / (500 if reduction == "none" else 1)),
+    )
+
+
+def test_nothing_of_the_size_of_the_logits_is_allocated(place):
+    tokens, hidden, vocab = 256, 32, 8192
+    case = Case(tokens, hidden, vocab, dtype=place.dtypes[0], device=place.device)
+    x, weight, target, *_ = case.tensors()
+    with Recorder() as recorder:
+        loss = fused_linear_cross_entropy(
+            x, weight, target, engine=place.engine, workspace_mb=2.0, label_smoothing=0.1, softcap=5.0
+        )
+        loss.backward()
+    assert recorder.largest < tokens * vocab // 4
+    with Recorder() as recorder:  # and the recorder does see such a tensor
+        torch.nn.functional.cross_entropy(x @ weight.T, target)
+    assert recorder.largest == tokens * vocab

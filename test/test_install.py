@@ -1,0 +1,133 @@
+"""A real install in a fresh environment, where only files, not our import, can tell Liger about us."""
+
+import os
+import subprocess
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parent.parent
+
+USES_OURS = """
+import torch
+import liger_kernel.ops as ops
+from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss, apply_liger_kernel_to_llama
+from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+import liger_kernel.functional
+import liger_kernel.transformers.fused_linear_cross_entropy as module
+import liger_kernel.transformers.functional as functional
+from transformers import LlamaConfig, LlamaForCausalLM
+
+ours = [c.__module__.startswith("liger_cutedsl") for c in (
+    ops.LigerFusedLinearCrossEntropyFunction,
+    module.LigerFusedLinearCrossEntropyFunction,
+    functional.LigerFusedLinearCrossEntropyFunction,
+)]
+print("ours", ours)
+from liger_kernel.backends import registry, available_impls
+print("auto", available_impls("fused_linear_cross_entropy")[0])
+if all(ours):
+    x, w = torch.randn(9, 16, requires_grad=True), torch.randn(40, 16, requires_grad=True)
+    t = torch.tensor([0, 1, 2, -100, 4, 5, 6, 7, 39])
+    expected = torch.nn.functional.cross_entropy(x @ w.T, t)
+    grads = torch.autograd.grad(expected, (x, w))
+    for name, loss in dict(
+        function=ops.LigerFusedLinearCrossEntropyFunction.apply(x, w, t)[0],
+        module=LigerFusedLinearCrossEntropyLoss()(w, x, t),
+        functional=liger_fused_linear_cross_entropy(x, w, t),
+        dispatcher=liger_kernel.functional.fused_linear_cross_entropy(x, w, t)[0],
+        by_name=liger_kernel.functional.fused_linear_cross_entropy(x, w, t, impl="nvidia-cutedsl")[0],
+    ).items():
+        torch.testing.assert_close(loss, expected)
+        for got, want in zip(torch.autograd.grad(loss, (x, w)), grads):
+            torch.testing.assert_close(got, want)
+        print("right", name)
+    apply_liger_kernel_to_llama(rope=False, swiglu=False, rms_norm=False, cross_entropy=False)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=300, num_key_value_heads=2, **sizes))
+    ids = torch.randint(0, 300, (2, 12))
+    fused = model(input_ids=ids, labels=ids).loss
+    logits = model(input_ids=ids).logits
+    plain = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(fused, plain)
+    print("right llama")
+"""
+
+
+@pytest.fixture(scope="module")
+def fresh_python(tmp_path_factory):
+    """A new environment with liger-kernel and our wheel installed in it; torch and the like are borrowed."""
+    root = tmp_path_factory.mktemp("fresh")
+    venv.create(root / "venv", with_pip=True)
+    python = root / "venv" / "bin" / "python"
+
+    def pip(*arguments):
+        subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", *arguments], check=True)
+
+    source = root / "source"
+    files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    for name in files.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    pip("liger-kernel==0.8.5", str(source))
+    site = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    # After the environment's own folder on the path: what is installed here wins over what is borrowed.
+    (Path(site) / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
+    return python
+
+
+def run(python, code, **environment):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("LIGER_") and k != "PYTHONPATH"}
+    done = subprocess.run([python, "-c", code], env={**clean, **environment}, capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_wheel_puts_one_file_below_liger_kernel(fresh_python):
+    listed = run(
+        fresh_python,
+        "from importlib.metadata import files; print(*sorted(str(f) for f in files('liger-cutedsl')), sep='\\n')",
+    )
+    below = [f for f in listed.split() if f.startswith("liger_kernel/") and f.endswith(".py")]
+    assert below == ["liger_kernel/ops/cutedsl_flce/__init__.py"]
+    where = run(
+        fresh_python,
+        "import liger_cutedsl, liger_kernel; print(liger_cutedsl.__file__, liger_kernel.__file__)",
+    )
+    assert all(str(fresh_python.parent.parent) in path for path in where.split())
+
+
+def test_environment_variable_selects_our_operator(fresh_python):
+    printed = run(fresh_python, USES_OURS, LIGER_KERNEL_IMPL="cutedsl")
+    assert "ours [True, True, True]" in printed
+    assert printed.count("right") == 6
+
+
+def test_without_the_variable_liger_is_untouched(fresh_python):
+    printed = run(fresh_python, USES_OURS)
+    assert "ours [False, False, False]" in printed
+    assert "auto nvidia-triton" in printed
+
+
+def test_registration_imports_nothing_heavy(fresh_python):
+    code = "import sys, liger_kernel.ops; print([m for m in sys.modules if m.startswith(('liger_cutedsl', 'quack'))])"
+    assert run(fresh_python, code).strip() == "[]"
+
+
+def test_runs_where_cute_dsl_is_missing(fresh_python):
+    hide = "import sys; sys.modules['cutlass'] = sys.modules['quack'] = None\n"
+    assert "right llama" in run(fresh_python, hide + USES_OURS, LIGER_KERNEL_IMPL="cutedsl")
+
+
+def test_report(fresh_python):
+    done = subprocess.run([fresh_python, "-m", "liger_cutedsl"], capture_output=True, text=True, cwd="/", check=True)
+    assert "LIGER_KERNEL_IMPL=cutedsl loads liger_cutedsl.liger_ops" in done.stdout
+    assert "Llama-3 8B" in done.stdout and "torch" in done.stdout

@@ -1,0 +1,46 @@
+"""The formulas of objective.py and epilogues.py where a whole call cannot see them."""
+
+import pytest
+import torch
+
+from liger_cutedsl import LossOptions
+from liger_cutedsl.epilogues import Epilogue, backward_epilogue, forward_epilogue, logit
+from liger_cutedsl.objective import RowStatistics, row_coefficients, row_weights
+from liger_cutedsl.problem import Problem
+
+
+def test_the_target_gradient_survives_p_near_one():
+    log_p = torch.tensor([-1e-6, -1e-3, -1.0])
+    problem = Problem(torch.zeros(3, 8), torch.zeros(5, 8), torch.tensor([0, 1, 2]), None, None, LossOptions())
+    stats = RowStatistics(lse=torch.zeros(3), target_logit=log_p)
+    coefficients = row_coefficients(stats, row_weights(problem), problem.options, torch.tensor(1.0))
+    exact = torch.expm1(log_p.double()) / 3
+    torch.testing.assert_close(coefficients.fix.double(), exact, rtol=4 * 1.2e-7, atol=0)
+    naive = (coefficients.a * torch.exp(log_p) - 1 / 3).double()  # A·p − B
+    assert ((naive - exact) / exact).abs()[0] > 1e-3
+
+
+@pytest.mark.parametrize("softcap", [1.0, 30.0])
+def test_softcap_formula_matches_tanh(softcap):
+    """tanh from exp2 and a reciprocal, in float32, against float64's tanh and its derivative."""
+    acc = torch.cat([torch.linspace(-200, 200, 4001), torch.tensor([1e-6, -1e-6, 1e30, -1e30])])
+    z, slope = logit(Epilogue(softcap=True), acc, dict(softcap=softcap, inverse_softcap=1.0 / softcap))
+    exact = torch.tanh(acc.double() / softcap)
+    # 1 − 2r rounds at 1, so z is off by a few ulp of the cap
+    assert (z.double() - softcap * exact).abs().max() <= 4 * softcap * 1.2e-7
+    # 4r(1 − r): relative accuracy while r is small (large positive acc), absolute elsewhere
+    assert (slope.double() - (1 - exact.square())).abs().max() <= 4 * 1.2e-7
+    tail = acc > 5 * softcap
+    tail &= acc < 40 * softcap
+    u = acc.double()[tail] / softcap
+    exact_tail = 4 * torch.exp(-2 * u) / (1 + torch.exp(-2 * u)).square()
+    assert ((slope.double()[tail] - exact_tail) / exact_tail).abs().max() <= 2e-5  # exponents of up to 80 · 2⁻²⁴
+
+
+def test_epilogues_name_the_operands_they_take():
+    import inspect
+
+    part = Epilogue(bias=True, softcap=True, ce_weight=True, smoothing=True, argmax=True)
+    assert list(inspect.signature(forward_epilogue(part)).parameters)[1:] == list(part.forward_operands)
+    assert list(inspect.signature(backward_epilogue(part)).parameters)[1:] == list(part.backward_operands)
+    assert "ce_weight" not in Epilogue(ce_weight=True).backward_operands  # without smoothing it is in A and fix
