@@ -20,6 +20,13 @@ class Place:
 
 
 TORCH_CPU = Place("torch", "cpu", (torch.float64, torch.float32, torch.bfloat16, torch.float16))
+TORCH_CUDA = Place("torch", "cuda", (torch.float64, torch.float32, torch.bfloat16, torch.float16))
+CUTE = Place("cute", "cuda", (torch.bfloat16, torch.float16))
+PLACES = [
+    pytest.param(TORCH_CPU, id="torch-cpu"),
+    pytest.param(TORCH_CUDA, id="torch-cuda", marks=pytest.mark.gpu),
+    pytest.param(CUTE, id="cute", marks=pytest.mark.gpu),
+]
 
 
 def pytest_collection_modifyitems(items):
@@ -31,7 +38,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
-@pytest.fixture(params=[pytest.param(TORCH_CPU, id="torch-cpu")])
+@pytest.fixture(params=PLACES)
 def place(request) -> Place:
     return request.param
 

@@ -180,7 +180,9 @@ def check_case(case: Case, *, gradient_bound: float | None = None, upstream=None
         sizes = [size * rounding / bound for size in terms]
     for name, got, want, size in zip(("dx", "dW", "db"), grads, expected_grads, sizes, strict=True):
         if want is not None:
-            assert_close(got, want, bound, name, size=size)
+            # a few rows dominate db, so that both roundings, of dz and of db, may be whole ones at once
+            twice = 2 if name == "db" and case.dtype.itemsize == 2 else 1
+            assert_close(got, want, twice * bound, name, size=size)
     return grads
 
 

@@ -1,15 +1,17 @@
-"""python -m liger_cutedsl: what runs on this machine, on which path, and why."""
+"""python -m liger_cutedsl: what runs on this machine, on which path, and why. With `compile`: build the kernels."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import os
 import sys
+from dataclasses import asdict
 
 import torch
 
-from liger_cutedsl import explain
+from liger_cutedsl import compile_kernels, explain
 
 PACKAGES = (
     "liger-cutedsl",
@@ -109,9 +111,29 @@ def _advice():
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m liger_cutedsl", description=__doc__)
-    parser.parse_args(arguments)
+    commands = parser.add_subparsers(dest="command", metavar="compile")
+    compiling = commands.add_parser("compile", help="compile the CuTe kernels; needs no GPU")
+    compiling.add_argument(
+        "--arch", action="append", choices=compile_kernels.ARCHITECTURES, help="may be given more than once"
+    )
+    compiling.add_argument("--typical", action="store_true", help="a representative few instead of every kernel")
+    compiling.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
+    compiling.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    chosen = parser.parse_args(arguments)
+    if chosen.command == "compile":
+        return run_compile(chosen)
     report()
     return 0
+
+
+def run_compile(chosen) -> int:
+    """Compiles, prints, and returns 1 where a kernel failed or is not what it should be."""
+    variants = compile_kernels.typical_variants() if chosen.typical else compile_kernels.all_variants()
+    results = []
+    for arch in chosen.arch or compile_kernels.ARCHITECTURES:
+        results += compile_kernels.compile_architecture(arch, variants, max(1, chosen.jobs))
+    print(json.dumps([asdict(r) for r in results], indent=1) if chosen.json else compile_kernels.table(results))
+    return int(any(r.error for r in results))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ An epilogue takes ``acc`` and the operands its ``Epilogue`` names, and returns i
                argmax: z_iv                        (largest z and its first v)
     backward   D: dz_iv at v ≠ t_i                 (the caller writes RowCoefficients.fix over v = t_i)
 
-Operands: rows over the vocabulary ``bias``, ``ce_weight``; columns over tokens ``lse``, ``a``, ``c``; scalars
+Operands: rows over the vocabulary ``bias``, ``ce_weight``; columns over tokens ``lse``, ``row_a``, ``row_c``; scalars
 ``softcap`` and ``inverse_softcap``.
 """
 
@@ -59,7 +59,7 @@ class Epilogue:
     @property
     def backward_operands(self) -> tuple[str, ...]:
         weighted = ("ce_weight",) * self.ce_weight
-        return (*self.logit_operands, "lse", "a", *((("c", *weighted)) if self.smoothing else ()))
+        return (*self.logit_operands, "lse", "row_a", *((("row_c", *weighted)) if self.smoothing else ()))
 
 
 def logit(part: Epilogue, acc, operands):
@@ -99,9 +99,9 @@ def backward_epilogue(part: Epilogue):
 
     def backward(acc, **operands):
         z, slope = logit(part, acc, operands)
-        dz = exp2((z - operands["lse"]) * LOG2_E) * operands["a"]
+        dz = exp2((z - operands["lse"]) * LOG2_E) * operands["row_a"]
         if part.smoothing:
-            dz = dz - (operands["c"] * operands["ce_weight"] if part.ce_weight else operands["c"])
+            dz = dz - (operands["row_c"] * operands["ce_weight"] if part.ce_weight else operands["row_c"])
         if part.softcap:
             dz = dz * slope
         return {"D": dz}

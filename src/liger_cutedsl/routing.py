@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import warnings
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from liger_cutedsl.schedules.tiling import SPARE_COLUMNS, fitting_width
 ENGINES = ("cute", "triton", "torch")
 SCHEDULES = ("recompute",)
 DEFAULT_WORKSPACE_MB = 512.0
+CUTE_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def choose_route(problem: Problem, wanted: WantedGradients, settings: Settings) 
     runner = make_engine(engine)
     fixed, column = _accumulator_bytes(problem, wanted), runner.column_bytes(problem)
     width = min(runner.widest_tile, fitting_width(problem.vocab, column, budget - fixed))
-    used = fixed + column * (width + SPARE_COLUMNS)
+    used = max(fixed + column * (width + SPARE_COLUMNS) if wanted else 0, runner.forward_bytes(problem, width))
     return Route(engine, "recompute", problem.gemm_dtype, reason, width, used, fallback)
 
 
@@ -122,7 +125,29 @@ def _choose_engine(problem: Problem, settings: Settings) -> tuple[str, str]:
 
 def cute_obstacle(problem: Problem, settings: Settings) -> str | None:
     """Why the CuTe engine cannot run this call, or None."""
-    return "this version has no CuTe engine yet"
+    if problem.device.type != "cuda":
+        return f"the CuTe kernels need a GPU, and these are {problem.device.type} tensors"
+    if torch.version.hip is not None:
+        return "the CuTe kernels need an NVIDIA GPU"
+    capability = torch.cuda.get_device_capability(problem.device)
+    if capability not in CUTE_CAPABILITIES:
+        return "the CuTe kernels need sm_90, sm_100 or sm_103, and this GPU is sm_{}{}".format(*capability)
+    if problem.gemm_dtype not in (torch.bfloat16, torch.float16):
+        return f"the CuTe kernels multiply bfloat16 or float16, not {str(problem.gemm_dtype).removeprefix('torch.')}"
+    if problem.hidden % 8:
+        return f"the CuTe kernels need H to be a multiple of 8, and it is {problem.hidden}"
+    if problem.options.needs_argmax and problem.vocab > 2**24:
+        return f"the CuTe argmax holds indices up to 2**24, and V is {problem.vocab}"
+    return _cute_import_error()
+
+
+@functools.cache
+def _cute_import_error() -> str | None:
+    try:
+        importlib.import_module("liger_cutedsl.engines.cute_engine")
+    except Exception as error:  # a broken installation of quack or CuTe DSL fails in many ways
+        return f"CuTe DSL or quack does not import ({type(error).__name__}: {error}); see python -m liger_cutedsl"
+    return None
 
 
 def triton_obstacle(problem: Problem, settings: Settings) -> str | None:

@@ -9,4 +9,8 @@ def make_engine(name: str):
         from liger_cutedsl.engines.torch_engine import TorchEngine
 
         return TorchEngine()
+    if name == "cute":
+        from liger_cutedsl.engines.cute_engine import CuteEngine
+
+        return CuteEngine()
     return None

@@ -31,6 +31,9 @@ class TorchEngine:
         """Workspace a column of a vocabulary tile takes: some six (N, tile) temporaries, and a widened row of W."""
         return problem.compute_dtype.itemsize * (6 * problem.tokens + problem.hidden)
 
+    def forward_bytes(self, problem: Problem, tile_width: int) -> int:
+        return self.column_bytes(problem) * tile_width
+
     def gemm_operand(self, x: torch.Tensor) -> torch.Tensor:
         """A matrix in the dtype this engine multiplies in."""
         return x if x.dtype == torch.float64 else x.float()
@@ -55,7 +58,7 @@ class TorchEngine:
         """Writes dz of the tile's columns into out (N, tile width), except the targets' own entries."""
         part = Epilogue.of(problem)
         values = _operand_values(part.backward_operands, problem, tile)
-        for name, column in (("lse", lse), ("a", coefficients.a), ("c", coefficients.c)):
+        for name, column in (("lse", lse), ("row_a", coefficients.a), ("row_c", coefficients.c)):
             if name in part.backward_operands:
                 values[name] = column[:, None]
         acc = self._accumulator(self.gemm_operand(problem.x), problem, tile)

@@ -1,0 +1,158 @@
+"""What is measured, each as a small adapter: a function of (x, weight, target) that runs forward or forward and
+backward and leaves gradients in x.grad and weight.grad."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+import liger_cutedsl
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """name, what it is, and make() → run(x, weight, target) → loss or None. make raises where it cannot run here.
+
+    computes_loss: False for bare matrix products, which only bound the time.
+    """
+
+    name: str
+    note: str
+    make: Callable[[], Callable]
+    computes_loss: bool = True
+
+
+def _autograd(loss_function):
+    def run(x, weight, target):
+        loss = loss_function(x, weight, target)
+        if loss.requires_grad:
+            loss.backward()
+        return loss.detach()
+
+    return run
+
+
+def ours(**call):
+    return lambda: _autograd(lambda x, w, t: liger_cutedsl.fused_linear_cross_entropy(x, w, t, **call))
+
+
+def _liger_triton():
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as function
+
+    return _autograd(lambda x, w, t: function.apply(x, w, t)[0])
+
+
+def _liger_cute_sm90():
+    module = importlib.import_module("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
+    function = next(v for k, v in vars(module).items() if k.startswith("Liger") and k.endswith("Function"))
+
+    def loss(x, w, t):
+        result = function.apply(x, w, t)
+        return result[0] if isinstance(result, tuple) else result
+
+    return _autograd(loss)
+
+
+def _quack(**call):
+    def make():
+        from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+        return _autograd(lambda x, w, t: chunked_linear_cross_entropy(x, w, t, **call))
+
+    return make
+
+
+def _cce(implementation):
+    def make():
+        from cut_cross_entropy import linear_cross_entropy
+
+        return _autograd(lambda x, w, t: linear_cross_entropy(x, w, t, impl=implementation))
+
+    return make
+
+
+def _torch_plain():
+    return _autograd(lambda x, w, t: F.cross_entropy(F.linear(x, w).float(), t))
+
+
+def _floor():
+    """The three GEMMs alone, through cuBLAS in chunks of 4096 rows; one GEMM for a forward pass."""
+    buffers = {}
+
+    def run(x, weight, target):
+        wants = x.requires_grad and torch.is_grad_enabled()
+        x, weight = x.detach(), weight.detach()
+        rows = min(4096, x.shape[0]) if wants else x.shape[0]
+        logits = buffers.get("logits")
+        if logits is None or logits.shape != (rows, weight.shape[0]):
+            buffers.clear()
+            logits = buffers["logits"] = torch.empty(rows, weight.shape[0], dtype=x.dtype, device=x.device)
+        if not wants:
+            torch.mm(x, weight.t(), out=logits)
+            return
+        dx, dw = torch.empty_like(x), torch.empty_like(weight)
+        for start in range(0, x.shape[0], rows):
+            chunk = x[start : start + rows]
+            z = logits[: chunk.shape[0]]
+            torch.mm(chunk, weight.t(), out=z)
+            torch.mm(z, weight, out=dx[start : start + rows])
+            if start:
+                torch.addmm(dw, z.t(), chunk, out=dw)
+            else:
+                torch.mm(z.t(), chunk, out=dw)
+
+    run.release = buffers.clear
+    return run
+
+
+ALL_OPTIONS = dict(softcap=30.0, label_smoothing=0.1, lse_square_scale=1e-4, use_token_scaling=True)
+METRICS = dict(return_z_loss=True, return_token_accuracy=True)
+
+
+def ours_with_all_options(**call):
+    """bias, class weights, softcap, smoothing, z-loss, token scaling and the metrics."""
+
+    def make():
+        vectors = {}
+
+        def loss(x, w, t):
+            if vectors.get("vocab") != w.shape[0]:
+                bias = torch.randn(w.shape[0], device=x.device, dtype=x.dtype, requires_grad=True)
+                vectors.update(vocab=w.shape[0], bias=bias, ce_weight=torch.rand(w.shape[0], device=x.device) + 0.5)
+            vectors["bias"].grad = None
+            rest = dict(bias=vectors["bias"], ce_weight=vectors["ce_weight"], **ALL_OPTIONS, **METRICS)
+            return liger_cutedsl.fused_linear_cross_entropy(x, w, t, **rest, **call).loss
+
+        return _autograd(loss)
+
+    return make
+
+
+def ours_ignoring_half(**call):
+    def loss(x, w, t):
+        generator = torch.Generator(x.device).manual_seed(0)
+        ignored = torch.rand(t.shape, device=t.device, generator=generator) < 0.5
+        return liger_cutedsl.fused_linear_cross_entropy(x, w, torch.where(ignored, -100, t), **call)
+
+    return lambda: _autograd(loss)
+
+
+IMPLEMENTATIONS = {
+    i.name: i
+    for i in (
+        Implementation("floor", "cuBLAS, no loss: one GEMM forward, three for forward and backward", _floor, False),
+        Implementation("recompute", "ours, schedule recompute", ours(schedule="recompute")),
+        Implementation("recompute-all", "the same with every option", ours_with_all_options(schedule="recompute")),
+        Implementation("liger-triton", "Liger-Kernel's Triton operator", _liger_triton),
+        Implementation("liger-cute-sm90", "Liger-Kernel's CuTe function for SM90", _liger_cute_sm90),
+        Implementation("quack-base", "quack, base", _quack(use_scaled_exp=False, tuned=False)),
+        Implementation("quack-exp-2048", "quack, scaled-exp, chunk 2048", _quack(chunk_size=2048)),
+        Implementation("cce", "Cut Cross Entropy, default", _cce("cce")),
+        Implementation("cce-exact", "Cut Cross Entropy, exact", _cce("cce_exact")),
+        Implementation("torch", "plain PyTorch, logits stored", _torch_plain),
+    )
+}

@@ -1,0 +1,160 @@
+"""How things are measured: interleaved rounds and medians for time, peak allocation for memory, float64 for error."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from benchmark.implementations import Implementation
+
+
+@dataclass(frozen=True)
+class Shape:
+    tokens: int
+    vocab: int
+    hidden: int
+    dtype: torch.dtype = torch.bfloat16
+    forward_only: bool = False
+    frozen_weight: bool = False
+
+    def inputs(self, device, seed=0):
+        """x ~ N(0, 1), W ~ N(0, 1/H): logits of standard deviation 1. Targets uniform."""
+        g = torch.Generator(device).manual_seed(seed)
+        x = torch.randn(self.tokens, self.hidden, device=device, generator=g).to(self.dtype)
+        w = (torch.randn(self.vocab, self.hidden, device=device, generator=g) * self.hidden**-0.5).to(self.dtype)
+        target = torch.randint(0, self.vocab, (self.tokens,), device=device, generator=g)
+        backward = not self.forward_only
+        return x.requires_grad_(backward), w.requires_grad_(backward and not self.frozen_weight), target
+
+
+@dataclass
+class Row:
+    """One implementation at one shape. ms: median; peak_mb: inputs, gradients and workspace, in MB of 10⁶ bytes."""
+
+    implementation: str
+    ms: float = float("nan")
+    spread_ms: tuple[float, float] = (float("nan"), float("nan"))
+    peak_mb: float = float("nan")
+    compile_s: float = float("nan")
+    skipped: str = ""
+    times: list[float] = field(default_factory=list)
+
+
+def measure(implementations: list[Implementation], shape: Shape, rounds: int, device="cuda") -> dict[str, Row]:
+    """Every implementation at one shape, their rounds interleaved: drift of clocks and power hits all alike."""
+    x, weight, target = shape.inputs(device)
+    rows, runs = {}, {}
+
+    def call(run):
+        x.grad = weight.grad = None
+        with torch.set_grad_enabled(not shape.forward_only):
+            run(x, weight, target)
+
+    for implementation in implementations:
+        row = rows[implementation.name] = Row(implementation.name)
+        try:
+            start = time.perf_counter()
+            run = implementation.make()
+            call(run)
+            call(run)
+            _synchronize(device)
+            row.compile_s = time.perf_counter() - start
+            row.peak_mb = _peak_mb(lambda run=run: call(run), x, weight, device)
+            runs[implementation.name] = run
+        except Exception as error:
+            row.skipped = f"{type(error).__name__}: {error}"[:200]
+        x.grad = weight.grad = None
+        _empty_cache(device)
+    for _ in range(rounds):
+        for name, run in runs.items():
+            rows[name].times.append(_time_ms(lambda run=run: call(run), device))
+    for row in rows.values():
+        if row.times:
+            row.ms = statistics.median(row.times)
+            row.spread_ms = (min(row.times), max(row.times))
+    return rows
+
+
+def _time_ms(function, device) -> float:
+    if device == "cpu":
+        start = time.perf_counter()
+        function()
+        return 1e3 * (time.perf_counter() - start)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    function()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop)
+
+
+def _peak_mb(function, x, weight, device) -> float:
+    if device == "cpu":
+        return float("nan")
+    x.grad = weight.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    inputs = sum(v.numel() * v.element_size() for v in (x, weight))
+    return (torch.cuda.max_memory_allocated() - before + inputs) / 1e6
+
+
+def _synchronize(device):
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def _empty_cache(device):
+    if device != "cpu":
+        torch.cuda.empty_cache()
+
+
+# Logit distributions on which 16-bit losses differ: name → (std of x, common offset of the logits, confident).
+DISTRIBUTIONS = {
+    "std 1": (1.0, 0.0, False),
+    "std 5": (5.0, 0.0, False),
+    "std 20": (20.0, 0.0, False),
+    "confident": (1.0, 0.0, True),
+    "std 5, offset 200": (5.0, 200.0, False),
+}
+
+
+def distribution_inputs(name: str, device, tokens=2048, vocab=32000, hidden=1024):
+    """bf16 inputs of a named distribution: x, W, target."""
+    std, offset, confident = DISTRIBUTIONS[name]
+    torch.manual_seed(0)
+    x = (torch.randn(tokens, hidden, device=device) * std).bfloat16()
+    weight = (torch.randn(vocab, hidden, device=device) * hidden**-0.5).bfloat16()
+    target = torch.randint(0, vocab, (tokens,), device=device)
+    if offset:  # one hidden feature is constant
+        x[:, 0], weight[:, 0] = offset, 1.0
+    if confident:  # x points at its target's row
+        x = (weight[target].float() * 12 + 0.3 * torch.randn(tokens, hidden, device=device)).bfloat16()
+    return x, weight, target
+
+
+def gradient_errors(implementation: Implementation, name: str, device="cuda", **sizes) -> dict[str, float]:
+    """‖ĝ − g‖/‖g‖ of dX and dW, and the loss's relative error, against float64."""
+    x, weight, target = distribution_inputs(name, device, **sizes)
+    x64, w64 = x.double(), weight.double()
+    logits = x64 @ w64.t()
+    lse = torch.logsumexp(logits, dim=1)
+    rows = torch.arange(len(target), device=device)
+    loss = (lse - logits[rows, target]).mean()
+    dz = logits.sub_(lse[:, None]).exp_()
+    dz[rows, target] -= 1
+    dz /= len(target)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    got = implementation.make()(x, weight, target)
+
+    def error(a, b):
+        return float((a.double() - b).norm() / b.norm())
+
+    return {"dx": error(x.grad, dz @ w64), "dw": error(weight.grad, dz.t() @ x64), "loss": error(got, loss)}

@@ -1,0 +1,189 @@
+"""What only a GPU shows: real heads, odd sizes, poisoned memory, devices and streams, routes, recompilation."""
+
+import time
+
+import pytest
+import torch
+
+import liger_cutedsl
+from liger_cutedsl import LossOptions, fused_linear_cross_entropy
+from reference import GRADIENT_BOUND, Case, assert_close, check_case, reference
+
+pytestmark = pytest.mark.gpu
+ALL_OPTIONS = dict(softcap=20.0, label_smoothing=0.1, lse_square_scale=1e-3, use_token_scaling=True)
+
+
+def poison(megabytes=2000):
+    """Fills the allocator's free blocks with NaN: whatever a kernel reads without having written it shows."""
+    blocks = [torch.full((megabytes * 2**18 // 8,), float("nan"), device="cuda") for _ in range(8)]
+    small = [torch.full((size,), float("nan"), device="cuda") for size in (64, 512, 4096, 65536) for _ in range(32)]
+    del blocks, small
+
+
+@pytest.mark.parametrize("options", [{}, ALL_OPTIONS], ids=["plain", "all"])
+@pytest.mark.parametrize(
+    "tokens, vocab, hidden",
+    [
+        (1, 50257, 768),
+        (7, 32003, 8),
+        (129, 151669, 72),
+        (300, 193, 1024),
+        (1000, 50257, 768),
+        (4096, 100, 64),
+        (255, 128256, 512),
+        (257, 1, 64),
+        (2, 7, 8),
+    ],
+)
+def test_odd_sizes_on_poisoned_memory(tokens, vocab, hidden, options):
+    poison()
+    for dtype in (torch.bfloat16, torch.float16):
+        case = Case(tokens, hidden, vocab, dtype=dtype, device="cuda", options=options, ignored=0.2)
+        case.bias = case.ce_weight = bool(options)
+        # one token or one class: a handful of elements, each rounded by up to the whole unit
+        few = tokens < 8 or vocab < 8
+        bound = GRADIENT_BOUND[dtype] * (2 if few else 1)
+        check_case(case, engine="cute", gradient_bound=bound, may_cancel=few)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_real_head(reduction):
+    case = Case(2048, 2048, 32000, dtype=torch.bfloat16, device="cuda", options=dict(reduction=reduction))
+    check_case(case, engine="cute")
+    case.options = dict(**ALL_OPTIONS, reduction=reduction)
+    case.bias = case.ce_weight = True
+    check_case(case, engine="cute")
+
+
+def test_more_than_2_to_31_elements():
+    """N·V and V·H beyond 32 bits. Checked on rows and columns drawn at random, in float64."""
+    tokens, vocab, hidden = 9000, 262144, 8200
+    torch.manual_seed(0)
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = (torch.randn(vocab, hidden, device="cuda", dtype=torch.bfloat16) * hidden**-0.5).requires_grad_()
+    target = torch.randint(0, vocab, (tokens,), device="cuda")
+    target[-1] = vocab - 1
+    out = fused_linear_cross_entropy(x, weight, target, engine="cute", reduction="none", return_predicted_tokens=True)
+    rows = torch.tensor([0, 5000, tokens - 1], device="cuda")
+    logits = x.detach()[rows].double() @ weight.detach().double().t()
+    expected = torch.nn.functional.cross_entropy(logits, target[rows], reduction="none")
+    assert_close(out.loss[rows], expected, 1e-5, "loss")
+    assert torch.equal(out.predicted_tokens[rows], logits.argmax(dim=1))
+    upstream = torch.zeros_like(out.loss)
+    upstream[rows] = 1.0
+    out.loss.backward(upstream)
+    dz = torch.softmax(logits, dim=1)
+    dz[torch.arange(3), target[rows]] -= 1
+    bound = GRADIENT_BOUND[torch.bfloat16]
+    assert_close(x.grad[rows], dz @ weight.detach().double(), bound, "dx")
+    for columns in (slice(0, 100), slice(vocab - 100, vocab)):
+        assert_close(weight.grad[columns], dz[:, columns].t() @ x.detach()[rows].double(), bound, "dW")
+    assert torch.count_nonzero(x.grad[1:4000]) == 0
+
+
+def test_fp16_without_loss_scaling_does_not_underflow():
+    case = Case(8192, 512, 32000, dtype=torch.float16, device="cuda", scale=1.0, ignored=0.0)
+    check_case(case, engine="cute", gradient_bound=3e-3)
+
+
+def test_another_batch_size_compiles_nothing():
+    from liger_cutedsl.engines import cute_kernels
+
+    weight = torch.randn(5000, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step(tokens):
+        x = torch.randn(tokens, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        target = torch.randint(0, 5000, (tokens,), device="cuda")
+        fused_linear_cross_entropy(x, weight, target, engine="cute").backward()
+        torch.cuda.synchronize()
+
+    step(256)
+    from quack.gemm_runtime.host import _compile_gemm_epi
+
+    before = _compile_gemm_epi.cache_info().misses, cute_kernels.forward_kernel.cache_info().misses
+    for tokens in (255, 1000, 3):
+        start = time.perf_counter()
+        step(tokens)
+        assert time.perf_counter() - start < 0.5
+    assert (_compile_gemm_epi.cache_info().misses, cute_kernels.forward_kernel.cache_info().misses) == before
+
+
+def test_at_most_one_device_to_host_read():
+    x = torch.randn(256, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(32000, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randint(0, 32000, (256,), device="cuda")
+    fused_linear_cross_entropy(x, weight, target, engine="cute").backward()  # warm
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        fused_linear_cross_entropy(x, weight, target, engine="cute").backward()
+        torch.cuda.synchronize()
+    reads = [event.name for event in profile.events() if "DtoH" in event.name]
+    assert len(reads) <= 1, reads
+
+
+def test_side_stream():
+    case = Case(512, 256, 8000, dtype=torch.bfloat16, device="cuda")
+    x, weight, target, *_ = case.tensors()
+    side = torch.cuda.Stream()
+    torch.cuda._sleep(100_000_000)  # work on the default stream that the side stream must not wait for
+    with torch.cuda.stream(side):
+        side.wait_stream(torch.cuda.default_stream())
+        loss = fused_linear_cross_entropy(x, weight, target, engine="cute")
+        loss.backward()
+    side.synchronize()
+    _, grads = reference(x, weight, target, None, None, LossOptions())
+    assert_close(weight.grad, grads[1], GRADIENT_BOUND[torch.bfloat16], "dW")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_tensors_device_counts_not_the_current_one():
+    torch.cuda.set_device(0)
+    check_case(Case(256, 64, 5000, dtype=torch.bfloat16, device="cuda:1"), engine="cute")
+
+
+def test_routes():
+    def engine(dtype=torch.bfloat16, hidden=64, **call):
+        x = torch.empty(16, hidden, device="cuda", dtype=dtype, requires_grad=True)
+        weight = torch.empty(1000, hidden, device="cuda", dtype=dtype, requires_grad=True)
+        return liger_cutedsl.explain(x, weight, **call)
+
+    capability = torch.cuda.get_device_capability()
+    if capability in ((9, 0), (10, 0), (10, 3)):
+        assert engine().engine == "cute" and not engine().fallback
+        assert engine(softcap=3.0, return_token_accuracy=True).engine == "cute"
+        odd = engine(hidden=63)
+        assert odd.engine == "triton" and odd.fallback and "multiple of 8" in odd.reason
+        assert "float32" in engine(dtype=torch.float32).reason
+    assert engine(dtype=torch.float32).engine == "triton"
+    assert engine(dtype=torch.float64).engine == "torch"
+    with pytest.raises(RuntimeError, match="bfloat16 or float16, not float32"):
+        engine(dtype=torch.float32, engine="cute")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_liger_triton_behind_our_front(reduction):
+    """float32 goes to Liger's operator, with what that lacks: frozen x, repeated backward, ignored batches."""
+    options = dict(reduction=reduction, label_smoothing=0.1, softcap=10.0, lse_square_scale=1e-3)
+    case = Case(dtype=torch.float32, device="cuda", bias=True, ce_weight=True, options=options)
+    # matrix products of Liger's operator follow torch's float32 precision setting
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    check_case(case, engine="triton", gradient_bound=1e-4)
+    x, weight, target, bias, _ = case.tensors()
+    x = x.detach()
+    loss = fused_linear_cross_entropy(x, weight, target, bias=bias, engine="triton").sum()
+    first = torch.autograd.grad(2 * loss, weight, retain_graph=True)[0].clone()
+    second = torch.autograd.grad(2 * loss, weight)[0]
+    _, grads = reference(x, weight, target, bias, None, LossOptions())
+    assert_close(first, 2 * grads[1], 1e-4, "dW with x frozen")
+    assert torch.equal(first, second)
+
+
+def test_fallback_warns_once(monkeypatch):
+    monkeypatch.setattr("liger_cutedsl.routing._warned", False)
+    x, weight, target, *_ = Case(dtype=torch.float32, device="cuda").tensors()
+    with pytest.warns(RuntimeWarning, match="triton engine: .*float32"):
+        fused_linear_cross_entropy(x, weight, target)
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fused_linear_cross_entropy(x, weight, target)
