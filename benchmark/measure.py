@@ -70,6 +70,9 @@ def measure(implementations: list[Implementation], shape: Shape, rounds: int, de
         _empty_cache(device)
     for _ in range(rounds):
         for name, run in runs.items():
+            # An untimed call first: after the pause of a synchronisation a GPU runs a few ms at clocks that its
+            # power limit does not sustain, which flatters whatever is short.
+            call(run)
             rows[name].times.append(_time_ms(lambda run=run: call(run), device))
     for row in rows.values():
         if row.times:
@@ -84,7 +87,6 @@ def _time_ms(function, device) -> float:
         function()
         return 1e3 * (time.perf_counter() - start)
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
     start.record()
     function()
     stop.record()

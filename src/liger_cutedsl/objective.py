@@ -46,11 +46,12 @@ class RowStatistics:
 class RowWeights:
     """The share of each row in the loss.
 
-    valid: (N,) bool, target ≠ ignore_index.  target_weight: (N,) w_t, 0 where ignored.
-    total_weight: Σ_v w_v.  inverse_d, inverse_dz: 1/D and 1/Dz, 0 when no row is valid.  vocab: V.
+    ignored: (N,) bool, target = ignore_index.  target_weight: (N,) w_t, 0 where ignored.
+    total_weight: Σ_v w_v.  inverse_d, inverse_dz: 1/D and 1/Dz, infinite when no row is valid (what is multiplied by
+    them is then masked in every row).  vocab: V.
     """
 
-    valid: torch.Tensor
+    ignored: torch.Tensor
     target_weight: torch.Tensor
     total_weight: torch.Tensor | float
     inverse_d: torch.Tensor | float
@@ -87,20 +88,19 @@ class LossOutput(NamedTuple):
 def row_weights(problem: Problem) -> RowWeights:
     """RowWeights of a problem whose ce_weight is already in the compute dtype. Reads nothing to the host."""
     dtype, options = problem.compute_dtype, problem.options
-    valid = problem.target != options.ignore_index
+    ignored = problem.target == options.ignore_index
     if problem.ce_weight is None:
-        target_weight, total = valid.to(dtype), float(problem.vocab)
+        target_weight, total = (~ignored).to(dtype), float(problem.vocab)
     else:
-        target = torch.where(valid, problem.target, 0).long()
-        target_weight = torch.where(valid, problem.ce_weight[target], 0.0)
+        target = problem.target.masked_fill(ignored, 0).long()
+        target_weight = problem.ce_weight[target].masked_fill(ignored, 0.0)
         total = problem.ce_weight.sum()
     inverse_d = inverse_dz = 1.0
     if options.reduction == "mean":
-        n_valid = valid.sum()
-        inverse_dz = torch.where(n_valid > 0, 1.0 / n_valid.to(dtype), 0.0)
-        # Weights that sum to zero over valid rows give 0/0 = NaN, as in torch; no valid row at all gives 0.
-        inverse_d = torch.where(n_valid > 0, 1.0 / target_weight.sum(), 0.0)
-    return RowWeights(valid, target_weight, total, inverse_d, inverse_dz, problem.vocab)
+        # Weights that sum to zero over valid rows give 0/0 = NaN, as in torch.
+        inverse_d = target_weight.sum().reciprocal()
+        inverse_dz = inverse_d if problem.ce_weight is None else 1.0 / (~ignored).sum().to(dtype)
+    return RowWeights(ignored, target_weight, total, inverse_d, inverse_dz, problem.vocab)
 
 
 def token_scale(stats: RowStatistics, options: LossOptions) -> torch.Tensor | float:
@@ -121,34 +121,40 @@ def loss_terms(stats: RowStatistics, rows: RowWeights, problem: Problem) -> Loss
         loss = loss + z_loss
 
     def reduce(per_row):
-        per_row = torch.where(rows.valid, per_row, 0.0)
+        per_row = per_row.masked_fill(rows.ignored, 0.0)
         return per_row if options.reduction == "none" else per_row.sum()
 
     accuracy = predicted = None
     if options.return_token_accuracy:
         accuracy = reduce((stats.argmax == problem.target).to(torch.float32))
         if options.reduction != "none":
-            accuracy = accuracy / rows.valid.sum().clamp(min=1)
+            accuracy = accuracy / (~rows.ignored).sum().clamp(min=1)
     if options.return_predicted_tokens:
-        predicted = torch.where(rows.valid, stats.argmax, -1)
+        predicted = stats.argmax.masked_fill(rows.ignored, -1)
     return LossOutput(reduce(loss), reduce(z_loss) if options.return_z_loss else None, accuracy, predicted)
 
 
 def row_coefficients(stats: RowStatistics, rows: RowWeights, options: LossOptions, grad_output) -> RowCoefficients:
     """A, C and the target's own gradient, for an upstream gradient of shape () or (N,)."""
-    eps = options.label_smoothing
+    eps, log_p = options.label_smoothing, stats.target_logit - stats.lse
     upstream = grad_output.to(stats.lse.dtype) * token_scale(stats, options)
-    b = upstream * ((1.0 - eps) * rows.target_weight * rows.inverse_d)
-    c = upstream * ((eps / rows.vocab) * rows.inverse_d)
-    z_part = upstream * (2.0 * options.lse_square_scale * stats.lse * rows.inverse_dz)
-    a_minus_b = c * rows.total_weight + z_part
-    log_p = stats.target_logit - stats.lse
+    b = upstream * ((1.0 - eps) * rows.inverse_d) * rows.target_weight
     # A·p − B cancels as p → 1; B·(p − 1) + (A − B)·p with expm1 does not.
-    fix = b * torch.expm1(log_p) + a_minus_b * torch.exp(log_p) - c * rows.target_weight
+    a, c, fix = b, None, b * torch.expm1(log_p)
+    a_minus_b = None
+    if options.smoothing:
+        c = upstream * ((eps / rows.vocab) * rows.inverse_d)
+        a_minus_b = c * rows.total_weight
+        fix = fix - c * rows.target_weight
+    if options.lse_square_scale:
+        from_z = upstream * (2.0 * options.lse_square_scale * rows.inverse_dz) * stats.lse
+        a_minus_b = from_z if a_minus_b is None else a_minus_b + from_z
+    if a_minus_b is not None:
+        a, fix = b + a_minus_b, fix + a_minus_b * torch.exp(log_p)
     if options.softcap is not None:
         fix = fix * (1.0 - (stats.target_logit / options.softcap).square())
 
     def masked(v):
-        return torch.where(rows.valid, v, 0.0)
+        return None if v is None else v.expand_as(b).masked_fill(rows.ignored, 0.0)
 
-    return RowCoefficients(masked(b + a_minus_b), masked(c.expand_as(b)) if options.smoothing else None, masked(fix))
+    return RowCoefficients(masked(a), masked(c), masked(fix))

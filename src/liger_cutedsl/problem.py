@@ -45,12 +45,15 @@ class Problem:
 
     def for_kernels(self, dtype: torch.dtype) -> Problem:
         """The same problem as the kernels read it: x and weight in dtype, the vectors in the compute dtype."""
-        cast = replace(self, x=self.x.to(dtype), weight=self.weight.to(dtype))
-        for name in ("bias", "ce_weight"):
-            vector = getattr(self, name)
-            if vector is not None:
-                cast = replace(cast, **{name: vector.to(cast.compute_dtype).contiguous()})
-        return cast
+        compute = torch.float64 if dtype == torch.float64 else torch.float32
+        vectors = {
+            name: vector.to(compute).contiguous()
+            for name in ("bias", "ce_weight")
+            if (vector := getattr(self, name)) is not None
+        }
+        if dtype == self.x.dtype == self.weight.dtype and not vectors:
+            return self
+        return replace(self, x=self.x.to(dtype), weight=self.weight.to(dtype), **vectors)
 
     @property
     def gemm_dtype(self) -> torch.dtype:
@@ -173,8 +176,7 @@ def check_targets(problem: Problem) -> None:
     target, ignore_index = problem.target, problem.options.ignore_index
     if target.numel() == 0 or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    in_range = torch.where(target == ignore_index, 0, target)
-    low, high = torch.stack(torch.aminmax(in_range)).tolist()
+    low, high = torch.stack(target.masked_fill(target == ignore_index, 0).aminmax()).tolist()
     if low < 0 or high >= problem.vocab:
         value = low if low < 0 else high
         raise ValueError(

@@ -80,7 +80,7 @@ def choose_route(problem: Problem, wanted: WantedGradients, settings: Settings) 
     budget = int(settings.workspace_mb * 2**20)
     runner = make_engine(engine)
     fixed, column = _accumulator_bytes(problem, wanted), runner.column_bytes(problem)
-    width = min(runner.widest_tile, fitting_width(problem.vocab, column, budget - fixed))
+    width = runner.tile_width(problem, fitting_width(problem.vocab, column, budget - fixed))
     used = max(fixed + column * (width + SPARE_COLUMNS) if wanted else 0, runner.forward_bytes(problem, width))
     return Route(engine, "recompute", problem.gemm_dtype, reason, width, used, fallback)
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import replace
 
 import torch
 
 from liger_cutedsl.engines.cute_kernels import GemmTile, backward_kernel, forward_kernel, gemm_tile
 from liger_cutedsl.engines.cute_ops import OnlineArgmax
+from liger_cutedsl.engines.triton_kernels import fold_lse
 from liger_cutedsl.epilogues import Epilogue
 from liger_cutedsl.objective import RowCoefficients, RowStatistics
 from liger_cutedsl.problem import Problem
-from liger_cutedsl.schedules.tiling import Tile
+from liger_cutedsl.schedules.tiling import Tile, WaveModel
 
+# Columns of a vocabulary tile. Wider than this, tiles gain nothing measurable and only take memory; narrower, the
+# GEMMs of a tile no longer fill the machine, and dX's accumulator dwarfs what would be saved.
+WIDEST_TILE, NARROWEST_TILE = 13056, 1024
 ROW_ALIGNMENT = 16  # bytes: what the copy engine (TMA) wants of addresses and row strides
 
 
@@ -21,8 +26,6 @@ class CuteEngine:
     """launch: False compiles the kernels and leaves results undefined (python -m liger_cutedsl compile)."""
 
     name = "cute"
-    # Columns of a vocabulary tile: from here on the GEMMs of a tile fill the machine and wider ones gain nothing.
-    widest_tile = 8192
 
     def __init__(self, launch: bool = True):
         self._launch = launch
@@ -35,11 +38,18 @@ class CuteEngine:
         fp32_row = 4 * problem.hidden if problem.x.dtype == torch.float16 else 0
         return problem.x.dtype.itemsize * problem.tokens + fp32_row
 
+    def tile_width(self, problem: Problem, fitting: int) -> int:
+        """The width for which the tile's GEMMs fill the GPU best, among those that fit."""
+        gemm = tile_of("backward", problem.x)
+        widest = min(max(fitting, NARROWEST_TILE), WIDEST_TILE)
+        waves = WaveModel(_multiprocessors(problem.device), gemm.tile_m, gemm.tile_n)
+        return waves.best_width(problem.vocab, problem.tokens, problem.hidden, widest)
+
     def forward_bytes(self, problem: Problem, tile_width: int) -> int:
-        """The partial results of the forward reductions, twice for lse: torch.logsumexp works on a copy."""
+        """The partial results of the forward reductions."""
         tiles = -(-problem.vocab // tile_of("forward", problem.x).tile_n)
         options = problem.options
-        return problem.tokens * tiles * (8 + 4 * options.smoothing + 8 * options.needs_argmax)
+        return problem.tokens * tiles * (4 + 4 * options.smoothing + 8 * options.needs_argmax)
 
     def gemm_operand(self, matrix: torch.Tensor) -> torch.Tensor:
         return matrix
@@ -64,12 +74,18 @@ class CuteEngine:
         values["target"] = problem.target.to(torch.int32)
         kernel = forward_kernel(part, ragged=problem.vocab % tile.tile_n != 0)
         self._run(kernel, x, weight, None, {**values, **sinks}, tile)
-        return RowStatistics(
-            lse=torch.logsumexp(sinks["lse"], dim=1),
-            target_logit=sinks["target_logit"],
-            weighted_sum=sinks["weighted_sum"].sum(dim=1) if part.smoothing else None,
-            argmax=OnlineArgmax.column_of(sinks["argmax"]) if part.argmax else None,
-        )
+        return self._folded(sinks)
+
+    @staticmethod
+    def _folded(sinks: dict) -> RowStatistics:
+        """Folds the partial results (N, tiles) over the tiles, in one pass over each."""
+        lse, argmax = torch.empty_like(sinks["target_logit"]), None
+        if sinks["lse"].is_cuda:
+            fold_lse(sinks["lse"], lse)
+        weighted_sum = sinks["weighted_sum"].sum(dim=1) if "weighted_sum" in sinks else None
+        if "argmax" in sinks:
+            argmax = OnlineArgmax.column_of(sinks["argmax"])
+        return RowStatistics(lse, sinks["target_logit"], weighted_sum, argmax)
 
     def dz_tile(
         self, problem: Problem, lse: torch.Tensor, coefficients: RowCoefficients, tile: Tile, out: torch.Tensor
@@ -122,3 +138,8 @@ def tile_of(kernel: str, tensor: torch.Tensor) -> GemmTile:
     from quack.cute_dsl_utils import get_device_capacity
 
     return gemm_tile(kernel, get_device_capacity(tensor.device)[0])
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

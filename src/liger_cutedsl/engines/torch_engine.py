@@ -19,7 +19,6 @@ class TorchEngine:
     """dz_dtype: the dtype of dz between its GEMM and the gradient GEMMs; None for the compute dtype."""
 
     name = "torch"
-    widest_tile = 8192  # columns; wider tiles only take more memory
 
     def __init__(self, dz_dtype: torch.dtype | None = None):
         self._dz_dtype = dz_dtype
@@ -30,6 +29,9 @@ class TorchEngine:
     def column_bytes(self, problem: Problem) -> int:
         """Workspace a column of a vocabulary tile takes: some six (N, tile) temporaries, and a widened row of W."""
         return problem.compute_dtype.itemsize * (6 * problem.tokens + problem.hidden)
+
+    def tile_width(self, problem: Problem, fitting: int) -> int:
+        return min(fitting, 8192)  # wider tiles gain nothing
 
     def forward_bytes(self, problem: Problem, tile_width: int) -> int:
         return self.column_bytes(problem) * tile_width

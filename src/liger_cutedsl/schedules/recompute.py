@@ -10,7 +10,7 @@ gradients (reduction="none") and any loss scale cost nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,53 +59,46 @@ def backward(
     state: RecomputeState,
     grad_output: torch.Tensor,
 ) -> Gradients:
-    gradients, problem, tile_width = (
-        wanted.allocate(problem),
-        problem.for_kernels(route.dtype),
-        route.tile_width,
-    )
+    problem, tile_width = problem.for_kernels(route.dtype), route.tile_width
     coefficients = row_coefficients(state.stats, state.rows, problem.options, grad_output)
     dz_dtype, unscale = engine.dz_dtype(problem), None
     if dz_dtype == torch.float16:
         coefficients, unscale = _scaled_for_fp16(coefficients, problem)
-    sink = _GradientSink(engine, problem, gradients, unscale)
+    sink = _GradientSink(engine, problem, wanted, unscale)
     buffer = torch.empty(problem.tokens, tile_width + SPARE_COLUMNS, dtype=dz_dtype, device=problem.device)
-    fix, target = coefficients.fix.to(dz_dtype)[:, None], problem.target.long()
-    for tile in vocabulary_tiles(problem.vocab, tile_width):
+    fix = coefficients.fix.to(dz_dtype)[:, None]
+    owner, column = problem.target // tile_width, (problem.target % tile_width).long()
+    for index, tile in enumerate(vocabulary_tiles(problem.vocab, tile_width)):
         dz = buffer[:, : tile.width]
         engine.dz_tile(problem, state.stats.lse, coefficients, tile, out=dz)
-        in_tile = (target >= tile.start) & (target < tile.stop)
-        buffer.scatter_(1, torch.where(in_tile, target - tile.start, tile_width)[:, None], fix)
+        buffer.scatter_(1, column.masked_fill(owner != index, tile_width)[:, None], fix)
         sink.add(dz, tile)
-    sink.finish()
-    return gradients
+    del buffer, dz  # before dX takes memory a second time, in its own dtype
+    return sink.finish()
 
 
 class _GradientSink:
     """Turns tiles of dz into dX, dW and db."""
 
-    def __init__(self, engine, problem: Problem, gradients: Gradients, unscale: torch.Tensor | None):
-        self.problem, self.gradients, self.unscale = problem, gradients, unscale
-        self.engine = engine
-        self.x = engine.gemm_operand(problem.x) if gradients.weight is not None else None
-        self.dx = None
-        if gradients.x is not None:
-            in_place = gradients.x.dtype == problem.compute_dtype
-            self.dx = gradients.x if in_place else torch.empty_like(gradients.x, dtype=problem.compute_dtype)
+    def __init__(self, engine, problem: Problem, wanted: WantedGradients, unscale: torch.Tensor | None):
+        self.engine, self.problem, self.wanted, self.unscale = engine, problem, wanted, unscale
+        self.x = engine.gemm_operand(problem.x) if wanted.weight is not None else None
+        # dX is summed in the compute dtype; its own dtype comes last.
+        self.gradients = replace(wanted, x=wanted.x and problem.compute_dtype).allocate(problem)
 
     def add(self, dz: torch.Tensor, tile) -> None:
         grads = self.gradients
-        if self.dx is not None:
+        if grads.x is not None:
             weight = self.engine.gemm_operand(self.problem.weight[tile.columns])
-            matmul(dz, weight, out=self.dx, accumulate=tile.start > 0)
+            matmul(dz, weight, out=grads.x, accumulate=tile.start > 0)
         if grads.weight is not None:
             self._write(grads.weight[tile.columns], lambda out: matmul(dz.t(), self.x, out=out))
         if grads.bias is not None:
             grads.bias[tile.columns] = self._unscaled(dz.sum(dim=0, dtype=self.problem.compute_dtype))
 
-    def finish(self) -> None:
-        if self.dx is not None and (self.dx is not self.gradients.x or self.unscale is not None):
-            self.gradients.x.copy_(self._unscaled(self.dx))
+    def finish(self) -> Gradients:
+        grads = self.gradients
+        return grads if grads.x is None else replace(grads, x=self._unscaled(grads.x).to(self.wanted.x))
 
     def _write(self, out: torch.Tensor, product) -> None:
         """A product into out: directly, or through fp32 where the scale of fp16 has to come off first."""

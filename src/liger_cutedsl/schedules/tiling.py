@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 # Tiles are multiples of this many columns (but for the last): the GEMMs' own tiles divide it or it them.
@@ -34,9 +36,44 @@ def vocabulary_tiles(vocab: int, width: int) -> Iterator[Tile]:
         yield Tile(start, min(start + width, vocab))
 
 
+@dataclass(frozen=True)
+class WaveModel:
+    """Predicts how well the GEMMs of a vocabulary tile fill a GPU: its thread blocks run in waves, one block for
+    each multiprocessor, and a last wave that is nearly empty costs as much as a full one.
+
+    multiprocessors: of the GPU.  tile_m, tile_n: the dz GEMM's own tile, over (tokens, columns).
+    """
+
+    multiprocessors: int
+    tile_m: int
+    tile_n: int
+    # What cuBLAS takes for a large product such as dW (columns × H).
+    weight_tile_m: int = 128
+    weight_tile_n: int = 256
+
+    def cost(self, width: int, tokens: int, hidden: int) -> int:
+        """Relative time of the dz and dW GEMMs of a tile. (dX's waves do not depend on the width.)"""
+
+        def waves(rows, columns, tile_m, tile_n):
+            blocks = -(-rows // tile_m) * -(-columns // tile_n)
+            return -(-blocks // self.multiprocessors) * self.multiprocessors * tile_m * tile_n
+
+        dz = waves(tokens, width, self.tile_m, self.tile_n) * hidden
+        return dz + waves(width, hidden, self.weight_tile_m, self.weight_tile_n) * tokens
+
+    @functools.cache  # noqa: B019  (a model is one of a few constants)
+    def best_width(self, vocab: int, tokens: int, hidden: int, widest: int) -> int:
+        """The width up to `widest` that covers the vocabulary in the least predicted time; the widest of equals."""
+        candidates = range(self.tile_n, max(widest, self.tile_n) + 1, self.tile_n)
+
+        def total(width):
+            full, rest = divmod(vocab, width)
+            return full * self.cost(width, tokens, hidden) + (self.cost(rest, tokens, hidden) if rest else 0)
+
+        return min(reversed(candidates), key=total)
+
+
 def fitting_width(vocab: int, column_bytes: int, budget_bytes: int) -> int:
-    """The widest tile whose workspace fits the budget: a multiple of TILE_QUANTUM, at least one of it."""
+    """How many columns' workspace fits the budget, in multiples of TILE_QUANTUM: at least one of it, at most V's."""
     width = max(1, budget_bytes // max(1, column_bytes) // TILE_QUANTUM) * TILE_QUANTUM
-    tiles = -(-vocab // width)
-    even = -(-vocab // tiles)  # the same number of tiles, evenly wide
-    return min(width, -(-even // TILE_QUANTUM) * TILE_QUANTUM)
+    return min(width, -(-vocab // TILE_QUANTUM) * TILE_QUANTUM)
