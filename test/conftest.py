@@ -14,18 +14,26 @@ sys.path.insert(0, str(Path(__file__).parent))  # reference.py, for the tests
 
 @dataclass(frozen=True)
 class Place:
+    """An engine on a device; schedule "auto" is single_pass wherever its gradients are possible."""
+
     engine: str
     device: str
     dtypes: tuple[torch.dtype, ...]
+    schedule: str = "auto"
+
+    @property
+    def call(self) -> dict:
+        return dict(engine=self.engine, schedule=self.schedule)
 
 
-TORCH_CPU = Place("torch", "cpu", (torch.float64, torch.float32, torch.bfloat16, torch.float16))
-TORCH_CUDA = Place("torch", "cuda", (torch.float64, torch.float32, torch.bfloat16, torch.float16))
-CUTE = Place("cute", "cuda", (torch.bfloat16, torch.float16))
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+CUTE_DTYPES = (torch.bfloat16, torch.float16)
 PLACES = [
-    pytest.param(TORCH_CPU, id="torch-cpu"),
-    pytest.param(TORCH_CUDA, id="torch-cuda", marks=pytest.mark.gpu),
-    pytest.param(CUTE, id="cute", marks=pytest.mark.gpu),
+    pytest.param(Place("torch", "cpu", DTYPES), id="torch-cpu"),
+    pytest.param(Place("torch", "cpu", DTYPES, "recompute"), id="torch-cpu-recompute"),
+    pytest.param(Place("torch", "cuda", DTYPES), id="torch-cuda", marks=pytest.mark.gpu),
+    pytest.param(Place("cute", "cuda", CUTE_DTYPES), id="cute", marks=pytest.mark.gpu),
+    pytest.param(Place("cute", "cuda", CUTE_DTYPES, "recompute"), id="cute-recompute", marks=pytest.mark.gpu),
 ]
 
 

@@ -35,7 +35,7 @@ def test_option(place, name, vectors):
             ce_weight="ce_weight" in vectors,
             options=OPTIONS[name],
         )
-        check_case(case, engine=place.engine)
+        check_case(case, **place.call)
 
 
 combinations = st.fixed_dictionaries(
@@ -78,7 +78,8 @@ def test_any_combination(place, options, bias, ce_weight, tokens, vocab, hidden,
     # A gradient of a handful of elements may have all of them rounded by nearly the whole unit: twice the bound
     # that holds for the norm of many.
     bound = GRADIENT_BOUND[case.dtype] * (2 if case.dtype.itemsize == 2 else 1)
-    check_case(case, engine=place.engine, workspace_mb=0.05, gradient_bound=bound, may_cancel=True)
+    workspace_mb = data.draw(st.sampled_from([0.05, 512.0]))  # recompute in narrow tiles, or single_pass
+    check_case(case, **place.call, workspace_mb=workspace_mb, gradient_bound=bound, may_cancel=True)
 
 
 @pytest.mark.parametrize("tokens", [1, 127, 128, 129])
@@ -86,7 +87,7 @@ def test_any_combination(place, options, bias, ce_weight, tokens, vocab, hidden,
 def test_tile_edges(place, tokens, vocab):
     for dtype in place.dtypes[:1]:
         case = Case(tokens=tokens, vocab=vocab, dtype=dtype, device=place.device, bias=True, ignored=0.1)
-        check_case(case, engine=place.engine, workspace_mb=0.001)
+        check_case(case, **place.call, workspace_mb=0.001)
 
 
 @pytest.mark.parametrize("logit_scale", [0.01, 30.0])
@@ -95,13 +96,13 @@ def test_large_and_small_logits(place, logit_scale):
         # |z| reaches about 100 at scale 30: its float32 rounding enters the exponent, hence 100 · 64 ulp
         bound = 100 * 64 * 1.2e-7 if dtype == torch.float32 else None
         case = Case(tokens=64, dtype=dtype, device=place.device, scale=logit_scale)
-        check_case(case, engine=place.engine, gradient_bound=bound)
+        check_case(case, **place.call, gradient_bound=bound)
 
 
 def test_softcap_saturates_without_losing_the_gradient(place):
     # Logits of ±60 under a cap of 5: tanh is 1 up to 1e-10, and float64 resolves the slope left there.
     for dtype in place.dtypes[:1]:
-        check_case(Case(dtype=dtype, device=place.device, scale=20.0, options=dict(softcap=5.0)), engine=place.engine)
+        check_case(Case(dtype=dtype, device=place.device, scale=20.0, options=dict(softcap=5.0)), **place.call)
 
 
 def test_argmax_takes_the_first_of_equal_logits(place):
@@ -114,7 +115,7 @@ def test_argmax_takes_the_first_of_equal_logits(place):
         x,
         weight,
         target,
-        engine=place.engine,
+        **place.call,
         workspace_mb=0.001,
         return_predicted_tokens=True,
         return_token_accuracy=True,
@@ -132,7 +133,7 @@ def test_confident_targets(place):
     x = weight[target] * 0.2  # z_t about 13, the rest about ±2
     x, weight = (v.to(place.device, dtype).requires_grad_() for v in (x, weight))
     target = target.to(place.device)
-    fused_linear_cross_entropy(x, weight, target, engine=place.engine).backward()
+    fused_linear_cross_entropy(x, weight, target, **place.call).backward()
     expected, expected_grads = reference(x, weight, target, None, None, LossOptions())
     miss = -torch.expm1(-expected["loss"])  # the typical 1 − p_t, about 1e-3
     # z_t − lse is known to a few ulp of |z| ≈ 13, absolutely; relative to 1 − p_t that is

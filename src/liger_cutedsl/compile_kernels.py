@@ -35,7 +35,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel: forward or backward, its options, dtype, and whether the vocabulary's last tile is full."""
+    """One kernel: forward, backward or exp, its options, dtype, and whether the vocabulary's last tile is full."""
 
     kernel: str
     part: Epilogue
@@ -79,7 +79,8 @@ def all_variants() -> list[Variant]:
         part = Epilogue(bias, softcap, ce_weight=bool(weighted), smoothing=weighted is not None)
         variants.append(Variant("backward", part, dtype))
         for argmax, ragged in itertools.product((False, True), (False, True)):
-            variants.append(Variant("forward", replace(part, argmax=argmax), dtype, ragged))
+            for kernel in ("forward", "exp"):
+                variants.append(Variant(kernel, replace(part, argmax=argmax), dtype, ragged))
     return variants
 
 
@@ -89,6 +90,8 @@ def typical_variants() -> list[Variant]:
     parts = (Epilogue(), Epilogue(softcap=True), everything)
     variants = [Variant("backward", part) for part in parts]
     variants += [Variant("forward", parts[0]), Variant("forward", parts[0], ragged=True)]
+    variants += [Variant("exp", parts[0]), Variant("exp", replace(everything, argmax=True), ragged=True)]
+    variants += [Variant("exp", parts[1], "fp16")]
     variants += [Variant("forward", replace(everything, argmax=True), dtype, ragged=True) for dtype in DTYPES]
     variants += [Variant("forward", replace(everything, argmax=True))]
     return variants
@@ -181,12 +184,13 @@ def _trace(variant: Variant):
         vector if part.ce_weight else None,
         options,
     )
-    engine = CuteEngine(launch=False)
+    engine, row = CuteEngine(launch=False), torch.zeros(n)
+    out = torch.empty(n, 2 * tile.tile_n, dtype=x.dtype)[:, :vocab]
     if variant.kernel == "forward":
         engine.row_statistics(problem, vocab)
+    elif variant.kernel == "exp":
+        engine.exp_chunk(problem, out)
     else:
-        row = torch.zeros(n)
-        out = torch.empty(n, vocab, dtype=x.dtype)
         engine.dz_tile(problem, row, RowCoefficients(row, row, row), Tile(0, vocab), out)
     return tile
 

@@ -11,8 +11,12 @@ An epilogue takes ``acc`` and the operands its ``Epilogue`` names, and returns i
                argmax: z_iv                        (largest z and its first v)
     backward   D: dz_iv at v ≠ t_i                 (the caller writes RowCoefficients.fix over v = t_i)
 
-Operands: rows over the vocabulary ``bias``, ``ce_weight``; columns over tokens ``lse``, ``row_a``, ``row_c``; scalars
-``softcap`` and ``inverse_softcap``.
+    exp        D: e_iv = exp(z_iv − m)·2^headroom  (m the row's maximum in the GEMM's own vocabulary tile)
+               sum_exp: e_iv                       (summed over the tile); and the outputs of forward but lse
+    dz_of_exp  dz_iv from e_iv: what the pass between the GEMMs computes, in triton_kernels.py on a GPU
+
+Operands: rows over the vocabulary ``bias``, ``ce_weight``; columns over tokens ``lse``, ``row_a``, ``row_c``,
+``tile_max``; scalars ``softcap`` and ``inverse_softcap``.
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ import inspect
 from dataclasses import dataclass
 
 LOG2_E = 1.4426950408889634
+LOWEST_MAXIMUM = -1e30  # stands for the maximum of a tile whose logits are all −inf: −inf − (−inf) is NaN
+EXP_HEADROOM_FP16 = 15  # fp16 exponentials are stored times 2^15: normal numbers down to 2⁻²⁹ of the maximum
+SMALLEST = 2.0**-126  # of a normal number, in float32 and bf16
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,10 @@ class Epilogue:
     @property
     def forward_outputs(self) -> tuple[str, ...]:
         return ("lse", "target_logit") + ("weighted_sum",) * self.smoothing + ("argmax",) * self.argmax
+
+    @property
+    def exp_operands(self) -> tuple[str, ...]:
+        return (*self.forward_operands, "tile_max")
 
     @property
     def backward_operands(self) -> tuple[str, ...]:
@@ -107,6 +118,45 @@ def backward_epilogue(part: Epilogue):
         return {"D": dz}
 
     return _with_operands(backward, part.backward_operands)
+
+
+def exp_epilogue(part: Epilogue, headroom: int):
+    """Exponentials relative to the tile's maximum: they keep bf16's relative precision whatever the logits' size,
+    which stored logits do not. headroom: their scale 2^headroom, which keeps small ones normal numbers in fp16."""
+
+    def exponentials(acc, **operands):
+        z, _ = logit(part, acc, operands)
+        e = exp2((z - operands["tile_max"]) * LOG2_E + float(headroom))
+        outputs = {"D": e, "sum_exp": e, "target_logit": z}
+        if part.smoothing:
+            outputs["weighted_sum"] = (z, operands["ce_weight"]) if part.ce_weight else z
+        if part.argmax:
+            outputs["argmax"] = z
+        return outputs
+
+    return _with_operands(exponentials, part.exp_operands)
+
+
+def exp_prepass(part: Epilogue):
+    """z for the tile's maximum, before anything is stored."""
+
+    def prepass(acc, **operands):
+        return {"tile_max": logit(part, acc, operands)[0]}
+
+    return _with_operands(prepass, part.logit_operands)
+
+
+def dz_of_exp(part: Epilogue, headroom: int, e, operands):
+    """dz at v ≠ t_i from e and the tile's maximum; with a cap, z comes back as tile_max + log e."""
+    scale = exp2((operands["tile_max"] - operands["lse"]) * LOG2_E - float(headroom))
+    dz = e * (scale * operands["row_a"])
+    if part.smoothing:
+        dz = dz - (operands["row_c"] * operands["ce_weight"] if part.ce_weight else operands["row_c"])
+    if part.softcap:
+        z = operands["tile_max"] + (e.clamp(min=SMALLEST).log2() - float(headroom)) / LOG2_E
+        capped = (z * operands["inverse_softcap"]).clamp(-1.0, 1.0)
+        dz = dz * (1.0 - capped * capped)
+    return dz
 
 
 def _with_operands(function, names):

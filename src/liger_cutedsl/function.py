@@ -3,41 +3,49 @@
 from __future__ import annotations
 
 import importlib
+from typing import NamedTuple
 
 import torch
 
 from liger_cutedsl.engines import make_engine
 from liger_cutedsl.objective import LossOutput
 from liger_cutedsl.options import LossOptions
-from liger_cutedsl.problem import Gradients, Problem, WantedGradients, check_targets, check_tensors
+from liger_cutedsl.problem import Gradients, Problem, WantedGradients, check_tensors
 from liger_cutedsl.routing import Route, Settings, choose_route, warn_about_fallback
+from liger_cutedsl.rows import Rows, select_rows
 
-_SCHEDULE_MODULES = {"recompute": "recompute", "liger": "liger_triton"}
+_SCHEDULE_MODULES = {"recompute": "recompute", "single_pass": "single_pass", "liger": "liger_triton"}
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
     """Runs a route's schedule: its forward now, its backward when the upstream gradient is there."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, problem: Problem, route: Route):
-        wanted = WantedGradients.of(problem, ctx.needs_input_grad[:3])
-        output, ctx.state = _schedule(route).forward(make_engine(route.engine), problem, route, wanted)
-        ctx.save_for_backward(x, weight, problem.target, bias, problem.ce_weight)
-        ctx.call = (problem.options, route, wanted)
-        metrics = [metric for metric in output[1:] if metric is not None]
-        ctx.mark_non_differentiable(*metrics)
+    def forward(ctx, x, weight, bias, call: _Call):
+        problem, route, rows, wanted = call.problem, call.route, call.rows, call.wanted
+        output, state = _schedule(route).forward(make_engine(route.engine), problem, route, wanted)
+        output = _spread(output, rows)
+        ctx.save_for_backward(x, weight, call.target, bias, problem.ce_weight, rows.keep, rows.drop)
+        ctx.call = (problem.options, problem.dense, route, wanted)
+        ctx.state = state
+        ctx.mark_non_differentiable(*(metric for metric in output[1:] if metric is not None))
         return tuple(output)
 
     @staticmethod
     def backward(ctx, grad_output, *_metrics):
-        options, route, wanted = ctx.call
+        options, dense, route, wanted = ctx.call
+        *tensors, keep, drop = ctx.saved_tensors
+        rows = Rows(keep, drop)
         with torch.no_grad():
-            problem, engine = Problem(*ctx.saved_tensors, options), make_engine(route.engine)
-            found = _schedule(route).backward(engine, problem, route, wanted, ctx.state, grad_output)
+            problem = rows.compact(Problem(*tensors, options, dense))
+            upstream = grad_output[keep] if keep is not None and grad_output.dim() else grad_output
+            engine, schedule = make_engine(route.engine), _schedule(route)
+            found = schedule.backward(engine, problem, route, wanted, ctx.state, upstream)
+            found = rows.spread_gradients(found)
         gradients = [found.x, found.weight, found.bias]
         if torch.is_grad_enabled():  # create_graph=True: a second derivative must fail, not vanish
             gradients = [g if g is None else _NoSecondDerivative.apply(g.requires_grad_()) for g in gradients]
-        return (*gradients, None, None)
+        return (*gradients, None)
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -59,13 +67,36 @@ def _schedule(route: Route):
     return importlib.import_module(f"liger_cutedsl.schedules.{_SCHEDULE_MODULES[route.schedule]}")
 
 
-def run(problem: Problem, settings: Settings) -> LossOutput:
-    """Checks, routes and runs a problem. Everything is refused before anything is computed."""
-    check_tensors(problem)
-    route = choose_route(problem, wanted_gradients(problem), settings)
-    check_targets(problem)
+class _Call(NamedTuple):
+    """A checked call: what to compute and how, where its rows belong among the caller's, the gradients that will be
+    asked for, and the caller's own targets."""
+
+    problem: Problem
+    route: Route
+    rows: Rows
+    wanted: WantedGradients
+    target: torch.Tensor
+
+
+def _prepare(problem: Problem, settings: Settings, wanted: WantedGradients) -> _Call:
+    """Everything that can be refused is refused before anything is computed: shapes by check_tensors, the rest here."""
+    compact, rows = select_rows(problem)
+    route = choose_route(compact, wanted, settings)
     warn_about_fallback(route)
-    return LossOutput(*_FusedLinearCrossEntropy.apply(problem.x, problem.weight, problem.bias, problem, route))
+    return _Call(compact, route, rows, wanted, problem.target)
+
+
+def _spread(output: LossOutput, rows: Rows) -> LossOutput:
+    fills = LossOutput(0.0, 0.0, 0.0, -1)
+    return LossOutput(*(rows.spread(value, fill) for value, fill in zip(output, fills, strict=True)))
+
+
+def run(problem: Problem, settings: Settings) -> LossOutput:
+    check_tensors(problem)
+    wanted = wanted_gradients(problem)
+    with torch.no_grad():
+        call = _prepare(problem, settings, wanted)
+    return LossOutput(*_FusedLinearCrossEntropy.apply(problem.x, problem.weight, problem.bias, call))
 
 
 def run_with_gradients(
@@ -73,16 +104,17 @@ def run_with_gradients(
 ) -> tuple[LossOutput, Gradients]:
     """A problem and its gradients in one go, outside autograd, for an upstream gradient (N,), or of 1."""
     check_tensors(problem)
-    route = choose_route(problem, wanted, settings)
-    check_targets(problem)
-    warn_about_fallback(route)
-    engine, schedule = make_engine(route.engine), _schedule(route)
     with torch.no_grad():
+        problem, route, rows, *_ = _prepare(problem, settings, wanted)
+        engine, schedule = make_engine(route.engine), _schedule(route)
         output, state = schedule.forward(engine, problem, route, wanted)
         if not wanted:
-            return output, Gradients()
+            return _spread(output, rows), Gradients()
         upstream = torch.ones_like(output.loss) if token_grad_output is None else token_grad_output
-        return output, schedule.backward(engine, problem, route, wanted, state, upstream)
+        if token_grad_output is not None and rows.keep is not None:
+            upstream = upstream[rows.keep]
+        gradients = schedule.backward(engine, problem, route, wanted, state, upstream)
+        return _spread(output, rows), rows.spread_gradients(gradients)
 
 
 def wanted_gradients(problem: Problem) -> WantedGradients:

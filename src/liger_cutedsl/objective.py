@@ -19,7 +19,7 @@ Class weights are torch's (torch.nn.CrossEntropyLoss); the z-loss, not scaled by
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -46,17 +46,29 @@ class RowStatistics:
 class RowWeights:
     """The share of each row in the loss.
 
-    ignored: (N,) bool, target = ignore_index.  target_weight: (N,) w_t, 0 where ignored.
+    ignored: (N,) bool, target = ignore_index; None where no row is.  target_weight: (N,) w_t, 0 where ignored; a
+    plain 1 where all are.
     total_weight: Σ_v w_v.  inverse_d, inverse_dz: 1/D and 1/Dz, infinite when no row is valid (what is multiplied by
     them is then masked in every row).  vocab: V.
     """
 
-    ignored: torch.Tensor
-    target_weight: torch.Tensor
+    ignored: torch.Tensor | None
+    target_weight: torch.Tensor | float
     total_weight: torch.Tensor | float
     inverse_d: torch.Tensor | float
     inverse_dz: torch.Tensor | float
     vocab: int
+
+    def of(self, rows: slice) -> RowWeights:
+        """The same for a slice of the rows."""
+
+        def part(v):
+            return v[rows] if isinstance(v, torch.Tensor) else v
+
+        return replace(self, ignored=part(self.ignored), target_weight=part(self.target_weight))
+
+    def mask(self, per_row: torch.Tensor, fill=0.0) -> torch.Tensor:
+        return per_row if self.ignored is None else per_row.masked_fill(self.ignored, fill)
 
 
 @dataclass(frozen=True)
@@ -87,19 +99,23 @@ class LossOutput(NamedTuple):
 
 def row_weights(problem: Problem) -> RowWeights:
     """RowWeights of a problem whose ce_weight is already in the compute dtype. Reads nothing to the host."""
-    dtype, options = problem.compute_dtype, problem.options
-    ignored = problem.target == options.ignore_index
-    if problem.ce_weight is None:
-        target_weight, total = (~ignored).to(dtype), float(problem.vocab)
+    dtype, mean = problem.compute_dtype, problem.options.reduction == "mean"
+    inverse_d = inverse_dz = total = 1.0
+    if problem.dense:
+        ignored, target_weight = None, 1.0
+        inverse_d = inverse_dz = 1.0 / max(problem.tokens, 1) if mean else 1.0
     else:
-        target = problem.target.masked_fill(ignored, 0).long()
-        target_weight = problem.ce_weight[target].masked_fill(ignored, 0.0)
+        ignored = problem.target == problem.options.ignore_index
+        target_weight = (~ignored).to(dtype)
+        if mean:
+            inverse_d = inverse_dz = target_weight.sum().reciprocal()
+    total = float(problem.vocab)
+    if problem.ce_weight is not None:
+        target = problem.target if ignored is None else problem.target.masked_fill(ignored, 0)
+        target_weight = target_weight * problem.ce_weight[target.long()]
         total = problem.ce_weight.sum()
-    inverse_d = inverse_dz = 1.0
-    if options.reduction == "mean":
-        # Weights that sum to zero over valid rows give 0/0 = NaN, as in torch.
-        inverse_d = target_weight.sum().reciprocal()
-        inverse_dz = inverse_d if problem.ce_weight is None else 1.0 / (~ignored).sum().to(dtype)
+        if mean:  # weights that sum to zero over valid rows give 0/0 = NaN, as in torch
+            inverse_d = target_weight.sum().reciprocal()
     return RowWeights(ignored, target_weight, total, inverse_d, inverse_dz, problem.vocab)
 
 
@@ -121,16 +137,18 @@ def loss_terms(stats: RowStatistics, rows: RowWeights, problem: Problem) -> Loss
         loss = loss + z_loss
 
     def reduce(per_row):
-        per_row = per_row.masked_fill(rows.ignored, 0.0)
+        per_row = rows.mask(per_row)
         return per_row if options.reduction == "none" else per_row.sum()
 
     accuracy = predicted = None
     if options.return_token_accuracy:
         accuracy = reduce((stats.argmax == problem.target).to(torch.float32))
         if options.reduction != "none":
-            accuracy = accuracy / (~rows.ignored).sum().clamp(min=1)
+            accuracy = accuracy / (
+                max(problem.tokens, 1) if rows.ignored is None else (~rows.ignored).sum().clamp(min=1)
+            )
     if options.return_predicted_tokens:
-        predicted = stats.argmax.masked_fill(rows.ignored, -1)
+        predicted = rows.mask(stats.argmax, -1)
     return LossOutput(reduce(loss), reduce(z_loss) if options.return_z_loss else None, accuracy, predicted)
 
 
@@ -138,7 +156,7 @@ def row_coefficients(stats: RowStatistics, rows: RowWeights, options: LossOption
     """A, C and the target's own gradient, for an upstream gradient of shape () or (N,)."""
     eps, log_p = options.label_smoothing, stats.target_logit - stats.lse
     upstream = grad_output.to(stats.lse.dtype) * token_scale(stats, options)
-    b = upstream * ((1.0 - eps) * rows.inverse_d) * rows.target_weight
+    b = upstream * ((1.0 - eps) * rows.inverse_d) * rows.target_weight  # () or (N,)
     # A·p − B cancels as p → 1; B·(p − 1) + (A − B)·p with expm1 does not.
     a, c, fix = b, None, b * torch.expm1(log_p)
     a_minus_b = None
@@ -154,7 +172,9 @@ def row_coefficients(stats: RowStatistics, rows: RowWeights, options: LossOption
     if options.softcap is not None:
         fix = fix * (1.0 - (stats.target_logit / options.softcap).square())
 
-    def masked(v):
-        return None if v is None else v.expand_as(b).masked_fill(rows.ignored, 0.0)
+    shape = stats.lse.shape
 
-    return RowCoefficients(masked(a), masked(c), masked(fix))
+    def finished(v):
+        return None if v is None else rows.mask(v.expand(shape))
+
+    return RowCoefficients(finished(a), finished(c), finished(fix))

@@ -13,7 +13,10 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Problem:
-    """x (N, H), weight (V, H), target (N,) of int64 or int32, bias (V,) or None, ce_weight (V,) or None."""
+    """x (N, H), weight (V, H), target (N,) of int64 or int32, bias (V,) or None, ce_weight (V,) or None.
+
+    dense: no target is ignored, known without looking at them.
+    """
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -21,6 +24,7 @@ class Problem:
     bias: torch.Tensor | None = None
     ce_weight: torch.Tensor | None = None
     options: LossOptions = LossOptions()
+    dense: bool = False
 
     @property
     def tokens(self) -> int:
@@ -42,6 +46,10 @@ class Problem:
     def compute_dtype(self) -> torch.dtype:
         """dtype of logits, losses and row vectors: float64 for float64 inputs, else float32."""
         return torch.float64 if self.x.dtype == torch.float64 else torch.float32
+
+    def of(self, rows: slice) -> Problem:
+        """The same for a slice of the rows."""
+        return replace(self, x=self.x[rows], target=self.target[rows])
 
     def for_kernels(self, dtype: torch.dtype) -> Problem:
         """The same problem as the kernels read it: x and weight in dtype, the vectors in the compute dtype."""
@@ -166,20 +174,3 @@ def _check_dtypes(problem: Problem) -> None:
             raise ValueError(f"{name} must be on x's device {x.device}, got {value.device}")
         if name in ("bias", "ce_weight") and not value.is_floating_point():
             raise TypeError(f"{name} must be floating point, got {value.dtype}")
-
-
-def check_targets(problem: Problem) -> None:
-    """Raises ValueError for a target that is neither ignore_index nor in [0, V).
-
-    Costs one read of device memory; skipped while a CUDA graph is being captured, where reads are not allowed.
-    """
-    target, ignore_index = problem.target, problem.options.ignore_index
-    if target.numel() == 0 or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return
-    low, high = torch.stack(target.masked_fill(target == ignore_index, 0).aminmax()).tolist()
-    if low < 0 or high >= problem.vocab:
-        value = low if low < 0 else high
-        raise ValueError(
-            f"target must hold class indices in [0, {problem.vocab}) or ignore_index={ignore_index}, got {value} "
-            f"for a weight of {problem.vocab} rows"
-        )

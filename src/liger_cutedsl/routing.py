@@ -6,18 +6,23 @@ import functools
 import importlib
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from liger_cutedsl.engines import make_engine
 from liger_cutedsl.problem import Problem, WantedGradients
-from liger_cutedsl.schedules.tiling import SPARE_COLUMNS, fitting_width
+from liger_cutedsl.schedules import recompute, single_pass
+from liger_cutedsl.schedules.tiling import SPARE_COLUMNS, TILE_QUANTUM, fitting_width
 
 ENGINES = ("cute", "triton", "torch")
-SCHEDULES = ("recompute",)
+SCHEDULES = ("recompute", "single_pass")
 DEFAULT_WORKSPACE_MB = 512.0
 CUTE_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
+
+
+# single_pass reads and writes all of dW once a chunk. Chunks smaller than this cost more than the GEMM they save.
+SMALLEST_CHUNK = 512
 
 
 @dataclass(frozen=True)
@@ -25,9 +30,11 @@ class Route:
     """How one call runs.
 
     engine: "cute" (CuTe DSL GEMMs), "triton" (Liger-Kernel's own operator) or "torch".
-    schedule: "recompute"; "liger" is what the triton engine brings along.
-    dtype: what x and weight are multiplied in.  tile_width: columns of a vocabulary tile, 0 for triton.
-    workspace_bytes: predicted memory beyond inputs, outputs and gradients, 0 where not known.
+    schedule: "recompute" or "single_pass"; "liger" is what the triton engine brings along.
+    dtype: what x and weight are multiplied in.
+    tile_width: columns of a vocabulary tile of recompute.  chunk: tokens of a chunk of single_pass.
+    gemms: large matrix products, forward and backward, of 2·N·V·H operations each.
+    workspace_bytes: predicted memory beyond inputs, outputs and gradients; 0 where not known (triton).
     reason: why, in words.  fallback: whether a GPU call runs without the CuTe engine.
     """
 
@@ -36,13 +43,20 @@ class Route:
     dtype: torch.dtype
     reason: str
     tile_width: int = 0
+    chunk: int = 0
+    gemms: int = 0
     workspace_bytes: int = 0
     fallback: bool = False
 
     def __str__(self) -> str:
-        size = f", {self.workspace_bytes / 2**20:.0f} MiB workspace" if self.workspace_bytes else ""
-        tile = f", tiles of {self.tile_width} columns" if self.tile_width else ""
-        return f"{self.engine} / {self.schedule}{tile}{size}: {self.reason}"
+        parts = [f"{self.engine} / {self.schedule}"]
+        if self.schedule == "recompute":
+            parts.append(f"tiles of {self.tile_width} columns")
+        if self.schedule == "single_pass":
+            parts.append(f"chunks of {self.chunk} tokens")
+        if self.workspace_bytes:
+            parts += [f"{self.gemms} GEMMs", f"{self.workspace_bytes / 2**20:.0f} MiB workspace"]
+        return f"{', '.join(parts)}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -76,13 +90,75 @@ def choose_route(problem: Problem, wanted: WantedGradients, settings: Settings) 
     engine, reason = _choose_engine(problem, settings)
     fallback = problem.device.type == "cuda" and engine != "cute" and problem.tokens > 0
     if engine == "triton":
-        return Route("triton", "liger", problem.gemm_dtype, reason, fallback=fallback)
+        return Route("triton", "liger", problem.gemm_dtype, reason, gemms=3, fallback=fallback)
     budget = int(settings.workspace_mb * 2**20)
+    if problem.tokens == 0:
+        return _recompute_route(engine, problem, wanted, budget, reason)
+    obstacle = single_pass_obstacle(problem, wanted)
+    if settings.schedule == "single_pass" and obstacle and wanted:
+        raise RuntimeError(
+            f"schedule 'single_pass' was asked for but cannot run this call: {obstacle}. "
+            f"Unset LIGER_CUTEDSL_SCHEDULE (or pass schedule='auto') to let the call take another route"
+        )
+    if settings.schedule != "recompute" and wanted and not obstacle:
+        route = _single_pass_route(engine, problem, wanted, budget, reason)
+        if settings.schedule == "single_pass" or route.workspace_bytes <= budget:
+            return replace(route, fallback=fallback)
+        obstacle = f"a chunk does not fit {settings.workspace_mb:g} MiB"
+    if wanted and settings.schedule == "auto":
+        reason = f"{reason}; {obstacle}"
+    route = _recompute_route(engine, problem, wanted, budget, reason)
+    if route.workspace_bytes > budget:
+        _warn_about_budget(route, settings.workspace_mb)
+    return replace(route, fallback=fallback)
+
+
+def single_pass_obstacle(problem: Problem, wanted: WantedGradients) -> str | None:
+    """Why gradients in forward are not possible, or not accurate, for this call; or None."""
+    options = problem.options
+    if options.reduction == "none":
+        return "reduction='none' knows its gradient's weights only in backward"
+    if problem.gemm_dtype == torch.float16:
+        # Its scale is chosen before the coefficients are known, from N alone; and where exponentials underflow,
+        # as fp16's do, the cap's slope is lost with them.
+        if problem.ce_weight is not None or options.lse_square_scale:
+            return "float16 with class weights or a z-loss needs a scale known only in backward"
+        if options.softcap is not None and options.smoothing:
+            return "float16 exponentials lose the softcap's slope under label smoothing"
+    return None
+
+
+def _single_pass_route(engine: str, problem: Problem, wanted: WantedGradients, budget: int, reason: str) -> Route:
+    runner, accumulator = make_engine(engine), single_pass.accumulator_bytes(problem, wanted)
+    one, two = runner.chunk_bytes(problem, 1), runner.chunk_bytes(problem, 2)
+    fitting = (budget - accumulator - (2 * one - two)) // (two - one) // TILE_QUANTUM * TILE_QUANTUM
+    least = min(SMALLEST_CHUNK, problem.tokens)
+    chunk = runner.chunk_size(problem, min(max(fitting, least), problem.tokens))
+    used = accumulator + runner.chunk_bytes(problem, chunk)
+    return Route(
+        engine, "single_pass", problem.gemm_dtype, reason, chunk=chunk, gemms=_gemms(3, wanted), workspace_bytes=used
+    )
+
+
+def _recompute_route(engine: str, problem: Problem, wanted: WantedGradients, budget: int, reason: str) -> Route:
     runner = make_engine(engine)
-    fixed, column = _accumulator_bytes(problem, wanted), runner.column_bytes(problem)
+    fixed, column = recompute.accumulator_bytes(problem, wanted), runner.column_bytes(problem)
     width = runner.tile_width(problem, fitting_width(problem.vocab, column, budget - fixed))
-    used = max(fixed + column * (width + SPARE_COLUMNS) if wanted else 0, runner.forward_bytes(problem, width))
-    return Route(engine, "recompute", problem.gemm_dtype, reason, width, used, fallback)
+    backward = fixed + column * (width + SPARE_COLUMNS) if wanted else 0
+    return Route(
+        engine,
+        "recompute",
+        problem.gemm_dtype,
+        reason,
+        tile_width=width,
+        gemms=_gemms(4, wanted) if wanted else 1,
+        workspace_bytes=max(backward, runner.forward_bytes(problem, width)),
+    )
+
+
+def _gemms(all_of_them: int, wanted: WantedGradients) -> int:
+    """Without dX or dW, a GEMM less each."""
+    return all_of_them - (wanted.x is None) - (wanted.weight is None)
 
 
 _warned = False
@@ -99,6 +175,17 @@ def warn_about_fallback(route: Route) -> None:
             RuntimeWarning,
             stacklevel=4,
         )
+
+
+@functools.cache
+def _warn_about_budget(route: Route, workspace_mb: float) -> None:
+    warnings.warn(
+        f"a workspace of {workspace_mb:g} MiB holds no schedule of this call: it takes the leanest, which needs "
+        f"{route.workspace_bytes / 2**20:.0f} MiB (LIGER_CUTEDSL_WORKSPACE_MB, or workspace_mb=). Said once a call of "
+        f"this size",
+        RuntimeWarning,
+        stacklevel=6,
+    )
 
 
 def _choose_engine(problem: Problem, settings: Settings) -> tuple[str, str]:
@@ -159,13 +246,6 @@ def triton_obstacle(problem: Problem, settings: Settings) -> str | None:
     if settings.schedule != "auto":
         return f"Liger's Triton operator has its own schedule, not {settings.schedule!r}"
     return None
-
-
-def _accumulator_bytes(problem: Problem, wanted: WantedGradients) -> int:
-    """Bytes of the accumulator of dX in the compute dtype, where dX itself is narrower."""
-    if wanted.x is None or wanted.x == problem.compute_dtype:
-        return 0
-    return problem.tokens * problem.hidden * problem.compute_dtype.itemsize
 
 
 def _choice(name: str, argument, variable: str, choices: tuple[str, ...]) -> str:

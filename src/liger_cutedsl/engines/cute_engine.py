@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import torch
 
-from liger_cutedsl.engines.cute_kernels import GemmTile, backward_kernel, forward_kernel, gemm_tile
+from liger_cutedsl.engines.cute_kernels import GemmTile, backward_kernel, exp_kernel, forward_kernel, gemm_tile
 from liger_cutedsl.engines.cute_ops import OnlineArgmax
-from liger_cutedsl.engines.triton_kernels import fold_lse
-from liger_cutedsl.epilogues import Epilogue
+from liger_cutedsl.engines.triton_kernels import dz_of_exp, fold_exp, fold_lse
+from liger_cutedsl.epilogues import EXP_HEADROOM_FP16, Epilogue
 from liger_cutedsl.objective import RowCoefficients, RowStatistics
 from liger_cutedsl.problem import Problem
 from liger_cutedsl.schedules.tiling import Tile, WaveModel
@@ -19,6 +19,8 @@ from liger_cutedsl.schedules.tiling import Tile, WaveModel
 # Columns of a vocabulary tile. Wider than this, tiles gain nothing measurable and only take memory; narrower, the
 # GEMMs of a tile no longer fill the machine, and dX's accumulator dwarfs what would be saved.
 WIDEST_TILE, NARROWEST_TILE = 13056, 1024
+# Tokens of a chunk of exponentials. Larger ones gain less than 1% (NOTES.md) for twice the memory.
+LARGEST_CHUNK = 4096
 ROW_ALIGNMENT = 16  # bytes: what the copy engine (TMA) wants of addresses and row strides
 
 
@@ -30,6 +32,9 @@ class CuteEngine:
     def __init__(self, launch: bool = True):
         self._launch = launch
 
+    def _headroom(self, problem: Problem) -> int:
+        return EXP_HEADROOM_FP16 if self.dz_dtype(problem) == torch.float16 else 0
+
     def dz_dtype(self, problem: Problem) -> torch.dtype:
         return problem.x.dtype
 
@@ -40,10 +45,8 @@ class CuteEngine:
 
     def tile_width(self, problem: Problem, fitting: int) -> int:
         """The width for which the tile's GEMMs fill the GPU best, among those that fit."""
-        gemm = tile_of("backward", problem.x)
         widest = min(max(fitting, NARROWEST_TILE), WIDEST_TILE)
-        waves = WaveModel(_multiprocessors(problem.device), gemm.tile_m, gemm.tile_n)
-        return waves.best_width(problem.vocab, problem.tokens, problem.hidden, widest)
+        return self._waves("backward", problem).best_width(problem.vocab, problem.tokens, problem.hidden, widest)
 
     def forward_bytes(self, problem: Problem, tile_width: int) -> int:
         """The partial results of the forward reductions."""
@@ -54,38 +57,74 @@ class CuteEngine:
     def gemm_operand(self, matrix: torch.Tensor) -> torch.Tensor:
         return matrix
 
+    def chunk_bytes(self, problem: Problem, rows: int) -> int:
+        """Workspace of a chunk of `rows` tokens: exponentials, and the partial results of its reductions."""
+        options, tiles = problem.options, -(-problem.vocab // tile_of("exp", problem.x).tile_n)
+        partials = tiles * (8 + 4 * options.smoothing + 8 * options.needs_argmax)
+        return rows * (problem.x.dtype.itemsize * (problem.vocab + 8) + partials)
+
+    def chunk_size(self, problem: Problem, fitting: int) -> int:
+        """The chunk for which the GEMMs fill the GPU best, among those that fit."""
+        largest = min(fitting, LARGEST_CHUNK)
+        if problem.tokens <= largest:
+            return problem.tokens
+        return self._waves("exp", problem).best_chunk(problem.tokens, problem.vocab, problem.hidden, largest)
+
     def row_statistics(self, problem: Problem, tile_width: int) -> RowStatistics:
-        """One GEMM over the whole vocabulary; its tiles' partial results are folded by torch."""
+        """One GEMM over the whole vocabulary; its tiles' partial results are folded by one pass each."""
         part = Epilogue.of(problem)
-        x, weight = tma_operand(problem.x), tma_operand(problem.weight)
-        tile = tile_of("forward", x)
-        n, tiles = problem.tokens, -(-problem.vocab // tile.tile_n)
+        arguments, tile, ragged = self._row_arguments("forward", part, problem)
+        arguments["lse"] = torch.empty_like(arguments["partials"])
+        self._run(forward_kernel(part, ragged), problem.x, problem.weight, None, arguments, tile)
+        return self._folded(arguments, lambda: fold_lse(arguments["lse"]))
 
-        def partials(dtype=torch.float32):
-            return torch.empty(n, tiles, dtype=dtype, device=x.device)
+    def exp_chunk(self, problem: Problem, out: torch.Tensor) -> tuple[RowStatistics, torch.Tensor]:
+        """Exponentials relative to their tile's maximum into out (n, V); statistics, and the maxima (n, tiles)."""
+        part, headroom = Epilogue.of(problem), self._headroom(problem)
+        arguments, tile, ragged = self._row_arguments("exp", part, problem)
+        sums, maxima = arguments["partials"], torch.empty_like(arguments["partials"])
+        arguments.update(sum_exp=sums, tile_max_out=maxima, tile_max=tile.tile_n)
+        self._run(exp_kernel(part, ragged, headroom), problem.x, problem.weight, out, arguments, tile)
+        return self._folded(arguments, lambda: fold_exp(maxima, sums, headroom)), maxima
 
-        # A target in no tile, or one whose logit is −inf, is never written.
-        sinks = {"lse": partials(), "target_logit": torch.full((n,), -torch.inf, device=x.device)}
-        if part.smoothing:
-            sinks["weighted_sum"] = partials()
-        if part.argmax:
-            sinks["argmax"] = partials(torch.int64)
+    def scale_chunk(
+        self, problem: Problem, e: torch.Tensor, tile_max: torch.Tensor, lse: torch.Tensor, rows: RowCoefficients
+    ) -> None:
+        """Turns exponentials (n, V) into dz in place, the targets' own entries exact."""
+        if self._launch:
+            dz_of_exp(problem, e, tile_max, lse, rows, tile_of("exp", e).tile_n, self._headroom(problem))
+
+    def _row_arguments(self, kernel: str, part: Epilogue, problem: Problem) -> tuple[dict, GemmTile, bool]:
+        """(arguments, tile, ragged): operands and outputs that the kernels over the whole vocabulary share.
+
+        "partials" is one (N, tiles) buffer, for the kernel's own sums.
+        """
+        tile, n, device = tile_of(kernel, problem.x), problem.tokens, problem.device
+        tiles = -(-problem.vocab // tile.tile_n)
         values = _operand_values(part.forward_operands, problem, Tile(0, problem.vocab))
         values["target"] = problem.target.to(torch.int32)
-        kernel = forward_kernel(part, ragged=problem.vocab % tile.tile_n != 0)
-        self._run(kernel, x, weight, None, {**values, **sinks}, tile)
-        return self._folded(sinks)
+        # A target in no tile, or one whose logit is −inf, is never written.
+        values["target_logit"] = torch.full((n,), -torch.inf, device=device)
+        values["partials"] = torch.empty(n, tiles, device=device)
+        if part.smoothing:
+            values["weighted_sum"] = torch.empty_like(values["partials"])
+        if part.argmax:
+            values["argmax"] = torch.empty(n, tiles, dtype=torch.int64, device=device)
+        return values, tile, problem.vocab % tile.tile_n != 0
 
-    @staticmethod
-    def _folded(sinks: dict) -> RowStatistics:
-        """Folds the partial results (N, tiles) over the tiles, in one pass over each."""
-        lse, argmax = torch.empty_like(sinks["target_logit"]), None
-        if sinks["lse"].is_cuda:
-            fold_lse(sinks["lse"], lse)
-        weighted_sum = sinks["weighted_sum"].sum(dim=1) if "weighted_sum" in sinks else None
-        if "argmax" in sinks:
-            argmax = OnlineArgmax.column_of(sinks["argmax"])
-        return RowStatistics(lse, sinks["target_logit"], weighted_sum, argmax)
+    def _folded(self, arguments: dict, lse) -> RowStatistics:
+        """Folds the partial results (N, tiles) over the tiles."""
+        weighted_sum, argmax = arguments.get("weighted_sum"), arguments.get("argmax")
+        return RowStatistics(
+            lse=lse() if self._launch else arguments["target_logit"],
+            target_logit=arguments["target_logit"],
+            weighted_sum=None if weighted_sum is None else weighted_sum.sum(dim=1),
+            argmax=None if argmax is None else OnlineArgmax.column_of(argmax),
+        )
+
+    def _waves(self, kernel: str, problem: Problem) -> WaveModel:
+        gemm = tile_of(kernel, problem.x)
+        return WaveModel(_multiprocessors(problem.device), gemm.tile_m, gemm.tile_n)
 
     def dz_tile(
         self, problem: Problem, lse: torch.Tensor, coefficients: RowCoefficients, tile: Tile, out: torch.Tensor
@@ -94,15 +133,17 @@ class CuteEngine:
         part = replace(Epilogue.of(problem), argmax=False)
         if not part.smoothing:
             part = replace(part, ce_weight=False)
-        x, weight = tma_operand(problem.x), tma_operand(problem.weight[tile.columns])
         values = _operand_values(part.backward_operands, problem, tile)
         values.update(lse=lse, row_a=coefficients.a)
         if part.smoothing:
             values["row_c"] = coefficients.c
-        self._run(backward_kernel(part), x, weight, out, values, tile_of("backward", x))
+        gemm = tile_of("backward", problem.x)
+        self._run(backward_kernel(part), problem.x, problem.weight[tile.columns], out, values, gemm)
 
     def _run(self, kernel, x, weight, out, arguments: dict, tile: GemmTile) -> None:
         """One GEMM on the tensors' device and its current stream, whatever the current device is."""
+        x, weight = tma_operand(x), tma_operand(weight)
+        arguments = {name: value for name, value in arguments.items() if name != "partials"}
         with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
             kernel.gemm(x, weight, out, epi_args=arguments, _launch=self._launch, **tile.arguments())
 

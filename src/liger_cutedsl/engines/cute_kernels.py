@@ -2,6 +2,7 @@
 
     forward   x·Wᵀ with no output matrix: log-sum-exp partials, target logit, weighted sum, argmax
     backward  x·W[tile]ᵀ whose epilogue writes dz
+    exp       x·Wᵀ of a chunk of tokens, writing exponentials relative to their tile's maximum, with sums and maxima
 
 A kernel is compiled once for each combination of Epilogue, dtype and GemmTile, and kept on disk by quack
 (QUACK_CACHE_DIR). Neither N nor V nor the value of an option is compiled in.
@@ -17,8 +18,8 @@ from dataclasses import dataclass
 from quack.epilogue.frontend import gemm_epilogue
 from quack.epilogue.ops import ColVecLoad, ColVecReduce, ColVecSelect, OnlineLSEReduce, RowVecLoad
 
-from liger_cutedsl.engines.cute_ops import MaskedColVecSum, OnlineArgmax
-from liger_cutedsl.epilogues import Epilogue, backward_epilogue, forward_epilogue
+from liger_cutedsl.engines.cute_ops import MaskedColVecSum, OnlineArgmax, TileMaximum
+from liger_cutedsl.epilogues import Epilogue, backward_epilogue, exp_epilogue, exp_prepass, forward_epilogue
 
 _OPERAND_OPS = {
     "bias": RowVecLoad,
@@ -61,11 +62,13 @@ GEMM_TILES = {
         "forward": GemmTile(128, 192, 2, 1, pingpong=True),
         # Whole call, in one run: 49.7 ms with 128x192, 52.1 with 128x128, 52.9 with cooperative 128x256.
         "backward": GemmTile(128, 192, 2, 1, pingpong=True),
+        "exp": GemmTile(128, 192, 2, 1, pingpong=True),
     },
     10: {
         # The widest 2-SM tile: two CTAs share one 256 × 256 tcgen05 MMA. Not measured (no Blackwell GPU).
         "forward": GemmTile(256, 256, 2, 1),
         "backward": GemmTile(256, 256, 2, 1),
+        "exp": GemmTile(256, 256, 2, 1),
     },
 }
 TILES_VARIABLE = "LIGER_CUTEDSL_TILES"
@@ -94,18 +97,37 @@ def _tile_overrides(text: str) -> dict[str, GemmTile]:
 @functools.cache
 def forward_kernel(part: Epilogue, ragged: bool):
     """ragged: the last tile of the vocabulary is not full, so reductions have to mask it."""
+    target, sinks = _row_sinks(part, ragged)
+    sinks["lse"] = OnlineLSEReduce("lse", check_oob=ragged)
+    pins = _pinned(part.forward_operands)
+    return gemm_epilogue(ops=pins, outs=sinks, extra_ops=(target,))(forward_epilogue(part))
+
+
+@functools.cache
+def exp_kernel(part: Epilogue, ragged: bool, headroom: int):
+    """headroom: exponentials are stored times 2^headroom."""
+    target, sinks = _row_sinks(part, ragged)
+    sinks["sum_exp"] = MaskedColVecSum("sum_exp") if ragged else ColVecReduce("sum_exp")
+    maximum = TileMaximum("tile_max")
+    return gemm_epilogue(
+        ops={**_pinned(part.forward_operands), "tile_max": maximum},
+        prepass=exp_prepass(part),
+        prepass_outs=("tile_max",),
+        outs=sinks,
+        extra_ops=(maximum.out("tile_max_out"), target),
+    )(exp_epilogue(part, headroom))
+
+
+def _row_sinks(part: Epilogue, ragged: bool):
+    """What both kernels reduce logits to besides the log-sum-exp; and the load of the target's column."""
     target = ColVecLoad("target")
-    sinks = {
-        "lse": OnlineLSEReduce("lse", check_oob=ragged),
-        "target_logit": ColVecSelect("target_logit", idx_op=target),
-    }
+    sinks = {"target_logit": ColVecSelect("target_logit", idx_op=target)}
     if part.smoothing:
         reduce = MaskedColVecSum if ragged else ColVecReduce
         sinks["weighted_sum"] = reduce("weighted_sum", scaled=part.ce_weight)
     if part.argmax:
         sinks["argmax"] = OnlineArgmax("argmax")
-    pins = _pinned(part.forward_operands)
-    return gemm_epilogue(ops=pins, outs=sinks, extra_ops=(target,))(forward_epilogue(part))
+    return target, sinks
 
 
 @functools.cache

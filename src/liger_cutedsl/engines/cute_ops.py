@@ -1,8 +1,10 @@
-"""Two reductions along the vocabulary that quack does not have, written in the manner of its own EpiOps.
+"""Reductions along the vocabulary that quack does not have, written in the manner of its own EpiOps.
 
-Both extend quack's ColVecReduce, whose engine carries a tuple of register accumulators per row across lanes and
-warps and writes one value per (row, vocabulary tile); see quack.epilogue.ops. Both mask the columns beyond the
-vocabulary in a ragged last tile: what an epilogue computes there comes from uninitialised operands.
+MaskedColVecSum and OnlineArgmax extend quack's ColVecReduce, whose engine carries a tuple of register accumulators
+per row across lanes and warps and writes one value per (row, vocabulary tile); TileMaximum extends its grouped
+statistics, which a pass over the accumulator computes before anything is stored. See quack.epilogue.ops. All mask
+the columns beyond the vocabulary in a ragged last tile: what an epilogue computes there comes from uninitialised
+operands.
 """
 
 from __future__ import annotations
@@ -14,12 +16,23 @@ from pathlib import Path
 import cutlass
 import quack.layout_utils as layout_utils
 from cutlass import Float32, Int32, Int64, const_expr, cute
-from quack.epilogue.ops import ColVecReduce, colvec_reduce_accumulate
+from quack.epilogue.ops import ColVecReduce, GroupedColStatsBase, GroupedColStatsOut, colvec_reduce_accumulate
 from quack.utils import f32x2_to_i64
+
+from liger_cutedsl.epilogues import LOWEST_MAXIMUM
 
 # quack keys its kernel cache by an op's name and config_key(), not by its code: this makes the code part of it.
 _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 LARGEST_VOCABULARY = 2**24  # column indices travel as float32, exact up to here
+
+
+@cute.jit
+def _mask_columns(gemm, frag, coords, limit_n, value):
+    """Overwrites the elements of a sink's scratch that lie beyond the vocabulary (limit_n, relative to the tile)."""
+    offsets = _column_offsets(gemm.cta_tile_shape_mnk[:2], coords)
+    limit = limit_n - coords[0][1]
+    for i in cutlass.range(cute.size(frag), unroll_full=True):
+        frag[i] = frag[i] if cute.crd2idx(i, offsets) < limit else value
 
 
 @cute.jit
@@ -64,14 +77,6 @@ class _MaskedColVecReduce(ColVecReduce):
     def _end_loop_smem(self, state):
         return state[1]
 
-    @cute.jit
-    def _mask(self, gemm, frag, coords, limit_n, value):
-        """Overwrites the elements beyond the vocabulary; frag is this sink's own scratch."""
-        offsets = _column_offsets(gemm.cta_tile_shape_mnk[:2], coords)
-        limit = limit_n - coords[0][1]
-        for i in cutlass.range(cute.size(frag), unroll_full=True):
-            frag[i] = frag[i] if cute.crd2idx(i, offsets) < limit else value
-
 
 class MaskedColVecSum(_MaskedColVecReduce):
     """out[m, n_tile] = Σ_n v, or Σ_n v·scale with scaled=True, over the columns that exist.
@@ -87,9 +92,9 @@ class MaskedColVecSum(_MaskedColVecReduce):
     @cute.jit
     def fn_sink_flush(self, gemm, state, frag, scale=None):
         (total,), coords, limit_n, _ = state
-        self._mask(gemm, frag, coords, limit_n, 0.0)
+        _mask_columns(gemm, frag, coords, limit_n, 0.0)
         if const_expr(scale is not None):
-            self._mask(gemm, scale, coords, limit_n, 0.0)
+            _mask_columns(gemm, scale, coords, limit_n, 0.0)
         colvec_reduce_accumulate(gemm, total, frag, rScale=scale, combine="add")
 
 
@@ -114,7 +119,7 @@ class OnlineArgmax(_MaskedColVecReduce):
     @cute.jit
     def fn_sink_flush(self, gemm, state, frag):
         (largest, column), coords, limit_n, first_column = state
-        self._mask(gemm, frag, coords, limit_n, -math.inf)
+        _mask_columns(gemm, frag, coords, limit_n, -math.inf)
         reference = largest.layout
         values = layout_utils.convert_layout_zero_stride(frag, reference)
         coordinates = layout_utils.convert_layout_zero_stride(coords, reference)
@@ -151,3 +156,52 @@ class OnlineArgmax(_MaskedColVecReduce):
         bits = Int32(f32x2_to_i64(value, value))  # its low half
         ordered = Int32(cutlass.select_(bits < 0, bits ^ Int32(0x7FFFFFFF), bits))
         return (Int64(ordered) << 32) | (Int64(0xFFFFFFFF) - Int64(Int32(column)))
+
+
+class TileMaximum(GroupedColStatsBase):
+    """The largest value of a row in a vocabulary tile, known before the tile is stored.
+
+    As a prepass sink it receives the values; as an operand of the main function it is the maximum, at least
+    epilogues.LOWEST_MAXIMUM; ``out(name)`` writes it to a (m, n_tiles) output. Its argument is the tile's width.
+    """
+
+    combine = "max"
+
+    def config_key(self):
+        return (_SOURCE,)
+
+    def host_validate(self, value, *, n, tile_N, **_):
+        if value != tile_N:
+            raise ValueError(f"'{self.name}': the group is a whole tile of {tile_N} columns, got {value}")
+
+    def out(self, name):
+        return _TileMaximumOut(name, self)
+
+    @cute.jit
+    def begin(self, gemm, param, smem_tensor, ctx):
+        limit_n = ctx.varlen_manager.len_n() - ctx.tile_coord_mnkl[1] * ctx.tile_N
+        return (self.stats_begin(gemm, smem_tensor, ctx, const_expr(self._group_cols(param))), limit_n)
+
+    @cute.jit
+    def begin_loop(self, gemm, state, epi_coord):
+        return [self.stats_slice(state[0], epi_coord), state[1]]
+
+    @cute.jit
+    def fn_sink_flush(self, gemm, state, frag):
+        _mask_columns(gemm, frag, state[0][1], state[1], -math.inf)
+        super().fn_sink_flush(gemm, state, frag)
+
+    def stat_value(self, total, group_cols):
+        return cute.arch.fmax(total, Float32(LOWEST_MAXIMUM))
+
+
+class _TileMaximumOut(GroupedColStatsOut):
+    """Writes TileMaximum's values, one per (row, tile), a ragged last tile included."""
+
+    def config_key(self):
+        return (*super().config_key(), _SOURCE)
+
+    def host_validate(self, value, *, m, n, tile_M, tile_N, batch, varlen_m, epi_args):
+        expected = (m, -(-n // tile_N))
+        if tuple(value.shape) != expected:
+            raise ValueError(f"'{self.name}': expected shape {expected}, got {tuple(value.shape)}")

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 import torch
 
-from liger_cutedsl.epilogues import Epilogue, backward_epilogue, forward_epilogue
+from liger_cutedsl.epilogues import (
+    EXP_HEADROOM_FP16,
+    LOWEST_MAXIMUM,
+    Epilogue,
+    backward_epilogue,
+    dz_of_exp,
+    exp_epilogue,
+    exp_prepass,
+    forward_epilogue,
+)
 from liger_cutedsl.gemm import matmul
 from liger_cutedsl.objective import RowCoefficients, RowStatistics
 from liger_cutedsl.problem import Problem
@@ -22,6 +31,9 @@ class TorchEngine:
 
     def __init__(self, dz_dtype: torch.dtype | None = None):
         self._dz_dtype = dz_dtype
+
+    def _headroom(self, problem: Problem) -> int:
+        return EXP_HEADROOM_FP16 if self.dz_dtype(problem) == torch.float16 else 0
 
     def dz_dtype(self, problem: Problem) -> torch.dtype:
         return self._dz_dtype or problem.compute_dtype
@@ -65,6 +77,50 @@ class TorchEngine:
                 values[name] = column[:, None]
         acc = self._accumulator(self.gemm_operand(problem.x), problem, tile)
         out.copy_(backward_epilogue(part)(acc, **values)["D"])
+
+    # Columns that share a maximum in exp_chunk. Its tile is as wide as the CuTe engine's, so that tests see its edges.
+    exp_tile = 192
+
+    def chunk_bytes(self, problem: Problem, rows: int) -> int:
+        """Workspace of a chunk of `rows` tokens: exponentials, and some six temporaries of a tile."""
+        itemsize = problem.compute_dtype.itemsize
+        return itemsize * (rows * (problem.vocab + 8 * self.exp_tile) + problem.tokens * 8)
+
+    def chunk_size(self, problem: Problem, fitting: int) -> int:
+        return fitting
+
+    def exp_chunk(self, problem: Problem, out: torch.Tensor) -> tuple[RowStatistics, torch.Tensor]:
+        """Exponentials relative to their tile's maximum into out (n, V); statistics, and the maxima (n, tiles)."""
+        part = Epilogue.of(problem)
+        epilogue, prepass = exp_epilogue(part, self._headroom(problem)), exp_prepass(part)
+        x, fold, maxima = self.gemm_operand(problem.x), _RowFold(problem), []
+        for tile in vocabulary_tiles(problem.vocab, self.exp_tile):
+            acc = self._accumulator(x, problem, tile)
+            values = _operand_values(part.forward_operands, problem, tile)
+            logits = prepass(acc, **{name: values[name] for name in part.logit_operands})["tile_max"]
+            maxima.append(logits.amax(dim=1).clamp(min=LOWEST_MAXIMUM))
+            outputs = epilogue(acc, **values, tile_max=maxima[-1][:, None])
+            out[:, tile.columns] = outputs["D"]
+            sums = outputs["sum_exp"].sum(dim=1) * 2.0 ** -self._headroom(problem)
+            fold.add({**outputs, "lse": (sums.log() + maxima[-1])[:, None]}, tile)
+        return fold.result(), torch.stack(maxima, dim=1)
+
+    def scale_chunk(
+        self, problem: Problem, e: torch.Tensor, tile_max: torch.Tensor, lse: torch.Tensor, rows: RowCoefficients
+    ) -> None:
+        """Turns exponentials (n, V) into dz in place, the targets' own entries exact."""
+        part = Epilogue.of(problem)
+        for index, tile in enumerate(vocabulary_tiles(problem.vocab, self.exp_tile)):
+            names = (*part.logit_operands, *(("ce_weight",) * part.ce_weight))
+            values = _operand_values(names, problem, tile)
+            for name, column in (("lse", lse), ("row_a", rows.a), ("row_c", rows.c), ("tile_max", tile_max[:, index])):
+                if column is not None:
+                    values[name] = column[:, None]
+            e[:, tile.columns] = dz_of_exp(part, self._headroom(problem), e[:, tile.columns].to(lse.dtype), values)
+        owner = problem.target.long()[:, None]
+        valid = (owner >= 0) & (owner < problem.vocab)
+        fix = torch.where(valid, rows.fix.to(e.dtype)[:, None], e.gather(1, owner.clamp(0, problem.vocab - 1)))
+        e.scatter_(1, owner.clamp(0, problem.vocab - 1), fix)
 
     def _accumulator(self, x: torch.Tensor, problem: Problem, tile: Tile) -> torch.Tensor:
         acc = x.new_empty(problem.tokens, tile.width)

@@ -22,9 +22,155 @@ def _fold_lse(partials, lse, tiles, stride, BLOCK: tl.constexpr):
     tl.store(lse + row, tl.log(total) + shift)
 
 
-def fold_lse(partials: torch.Tensor, lse: torch.Tensor) -> None:
-    """lse[i] = log Σ_j exp partials[i, j]: (N, tiles) and (N,), float32. NaN partials give NaN."""
+def fold_lse(partials: torch.Tensor) -> torch.Tensor:
+    """(N,) log Σ_j exp partials[i, j] of (N, tiles) float32. NaN partials give NaN."""
     n, tiles = partials.shape
+    lse = torch.empty(n, device=partials.device)
     with torch.cuda.device(partials.device):
         block = min(1024, triton.next_power_of_2(tiles))
         _fold_lse[(n,)](partials, lse, tiles, partials.stride(0), BLOCK=block, num_warps=4)
+    return lse
+
+
+@triton.jit
+def _summarize_targets(target, summary, n, stride, ignore_index, BLOCK: tl.constexpr):
+    count = tl.zeros((BLOCK,), tl.int64)
+    low = tl.full((BLOCK,), 2**62, tl.int64)
+    high = tl.full((BLOCK,), -(2**62), tl.int64)
+    for start in range(0, n, BLOCK):
+        row = start + tl.arange(0, BLOCK).to(tl.int64)
+        value = tl.load(target + row * stride, mask=row < n, other=ignore_index).to(tl.int64)
+        valid = (row < n) & (value != ignore_index)
+        count += valid.to(tl.int64)
+        low = tl.where(valid, tl.minimum(low, value), low)
+        high = tl.where(valid, tl.maximum(high, value), high)
+    tl.store(summary, tl.sum(count, 0))
+    tl.store(summary + 1, tl.min(low, 0))
+    tl.store(summary + 2, tl.max(high, 0))
+
+
+def summarize_targets(target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """int64 (3,) on the device: count, least and greatest of the targets that are not ignore_index."""
+    summary = torch.empty(3, dtype=torch.int64, device=target.device)
+    with torch.cuda.device(target.device):
+        _summarize_targets[(1,)](
+            target, summary, target.numel(), target.stride(0), ignore_index, BLOCK=4096, num_warps=8
+        )
+    return summary
+
+
+@triton.jit
+def _scale_in_place(data, factor, n, BLOCK: tl.constexpr):
+    scale = tl.load(factor)
+    if scale != 1.0:
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(data + at, mask=at < n)
+        tl.store(data + at, (value.to(tl.float32) * scale.to(tl.float32)).to(data.dtype.element_ty), mask=at < n)
+
+
+def scale_in_place(data: torch.Tensor, factor: torch.Tensor) -> None:
+    """data *= factor, a scalar on the device, read there. Where it is 1, data is not touched. data is contiguous."""
+    with torch.cuda.device(data.device):
+        block = 8192
+        _scale_in_place[(triton.cdiv(data.numel(), block),)](data, factor, data.numel(), BLOCK=block, num_warps=8)
+
+
+@triton.jit
+def _fold_exp(tile_max, sums, lse, tiles, headroom, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * tiles
+    largest, total = float("-inf"), 0.0
+    for start in range(0, tiles, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        here = column < tiles
+        m = tl.load(tile_max + row + column, mask=here, other=float("-inf"))
+        s = tl.load(sums + row + column, mask=here, other=0.0)
+        new = tl.maximum(largest, tl.max(m, 0))
+        shift = tl.where(new == float("-inf"), 0.0, new)  # −inf − (−inf) is NaN
+        total = total * tl.exp(largest - shift) + tl.sum(s * tl.exp(m - shift), 0)
+        largest = new
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    tl.store(lse + tl.program_id(0), tl.log(total) + (shift - headroom * 0.6931471805599453))
+
+
+def fold_exp(tile_max: torch.Tensor, sums: torch.Tensor, headroom: int) -> torch.Tensor:
+    """lse (N,) of exponentials' tile maxima and sums (N, tiles), contiguous float32; the sums carry 2^headroom."""
+    n, tiles = tile_max.shape
+    lse = torch.empty(n, device=tile_max.device)
+    with torch.cuda.device(lse.device):
+        block = min(1024, triton.next_power_of_2(tiles))
+        _fold_exp[(n,)](tile_max, sums, lse, tiles, float(headroom), BLOCK=block, num_warps=4)
+    return lse
+
+
+@triton.jit
+def _dz_of_exp(
+    e,
+    stride,
+    tile_max,
+    tiles,
+    lse,
+    row_a,
+    row_c,
+    fix,
+    target,
+    ce_weight,
+    vocab,
+    headroom,
+    inverse_softcap,
+    SMOOTHING: tl.constexpr,
+    CE_WEIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    log2_e: tl.constexpr = 1.4426950408889634
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = column < vocab
+    value = tl.load(e + row * stride + column, mask=here, other=0.0).to(tl.float32)
+    maximum = tl.load(tile_max + row * tiles + column // TILE, mask=here, other=0.0)
+    scale = tl.exp2((maximum - tl.load(lse + row)) * log2_e - headroom)
+    dz = value * (scale * tl.load(row_a + row))
+    if SMOOTHING:
+        c = tl.load(row_c + row)
+        if CE_WEIGHT:
+            dz -= c * tl.load(ce_weight + column, mask=here, other=0.0)
+        else:
+            dz -= c
+    if SOFTCAP:
+        z = maximum + (tl.log2(tl.maximum(value, 1.1754943508222875e-38)) - headroom) / log2_e
+        capped = tl.minimum(tl.maximum(z * inverse_softcap, -1.0), 1.0)
+        dz *= 1.0 - capped * capped
+    dz = tl.where(column == tl.load(target + row), tl.load(fix + row), dz)
+    tl.store(e + row * stride + column, dz.to(e.dtype.element_ty), mask=here)
+
+
+def dz_of_exp(problem, e: torch.Tensor, tile_max, lse, rows, tile_n: int, headroom: int) -> None:
+    """Exponentials (n, V) to dz in place, the targets' own entries exact: epilogues.dz_of_exp in one pass.
+
+    tile_max (n, tiles) and the row vectors are contiguous float32; e's rows are contiguous.
+    """
+    options, unused = problem.options, lse
+    block = 4096
+    with torch.cuda.device(e.device):
+        _dz_of_exp[(triton.cdiv(problem.vocab, block), problem.tokens)](
+            e,
+            e.stride(0),
+            tile_max,
+            tile_max.shape[1],
+            lse,
+            rows.a,
+            rows.c if options.smoothing else unused,
+            rows.fix,
+            problem.target.contiguous(),
+            unused if problem.ce_weight is None else problem.ce_weight,
+            problem.vocab,
+            float(headroom),
+            1.0 if options.softcap is None else 1.0 / options.softcap,
+            SMOOTHING=options.smoothing,
+            CE_WEIGHT=problem.ce_weight is not None,
+            SOFTCAP=options.softcap is not None,
+            TILE=tile_n,
+            BLOCK=block,
+            num_warps=8,
+        )

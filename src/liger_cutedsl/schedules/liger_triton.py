@@ -14,18 +14,21 @@ import torch
 
 from liger_cutedsl.objective import LossOutput
 from liger_cutedsl.problem import Gradients, Problem, WantedGradients
+from liger_cutedsl.schedules.kept import KeptGradients
 
 if TYPE_CHECKING:
     from liger_cutedsl.routing import Route
 
 
-def forward(_engine, problem: Problem, route: Route, wanted: WantedGradients) -> tuple[LossOutput, Gradients | None]:
+def forward(
+    _engine, problem: Problem, route: Route, wanted: WantedGradients
+) -> tuple[LossOutput, KeptGradients | None]:
     """Loss and, where the upstream gradient cannot reach the rows (mean, sum), the gradients for g = 1."""
     eager = bool(wanted) and problem.options.reduction != "none"
     output, gradients = _call(problem, route, wanted if eager else WantedGradients())
     if output.token_accuracy is not None and problem.options.reduction != "none":
         output = output._replace(token_accuracy=output.token_accuracy.nan_to_num(0.0))
-    return output, gradients if eager else None
+    return output, KeptGradients(gradients) if eager else None
 
 
 def backward(
@@ -33,12 +36,12 @@ def backward(
     problem: Problem,
     route: Route,
     wanted: WantedGradients,
-    state: Gradients | None,
+    state: KeptGradients | None,
     grad_output: torch.Tensor,
 ) -> Gradients:
     if state is None:
         return _call(problem, route, wanted, token_grad_output=grad_output)[1]
-    return state.scaled(grad_output)
+    return state.for_upstream(grad_output)
 
 
 def _call(problem: Problem, route: Route, wanted: WantedGradients, token_grad_output=None):

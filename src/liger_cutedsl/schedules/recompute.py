@@ -44,6 +44,13 @@ class RecomputeState:
     rows: RowWeights
 
 
+def accumulator_bytes(problem: Problem, wanted: WantedGradients) -> int:
+    """Bytes of dX's sum in the compute dtype, where dX itself is narrower."""
+    if wanted.x is None or wanted.x == problem.compute_dtype:
+        return 0
+    return problem.tokens * problem.hidden * problem.compute_dtype.itemsize
+
+
 def forward(engine, problem: Problem, route: Route, wanted: WantedGradients) -> tuple[LossOutput, RecomputeState]:
     problem = problem.for_kernels(route.dtype)
     stats, rows = engine.row_statistics(problem, route.tile_width), row_weights(problem)

@@ -30,10 +30,16 @@ class Tile(NamedTuple):
         return slice(self.start, self.stop)
 
 
+def slices(total: int, size: int) -> Iterator[slice]:
+    """Slices of the given size that cover [0, total); the last may be shorter."""
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))
+
+
 def vocabulary_tiles(vocab: int, width: int) -> Iterator[Tile]:
     """Tiles of the given width that cover [0, vocab); the last may be narrower."""
-    for start in range(0, vocab, width):
-        yield Tile(start, min(start + width, vocab))
+    for columns in slices(vocab, width):
+        yield Tile(columns.start, columns.stop)
 
 
 @dataclass(frozen=True)
@@ -54,12 +60,29 @@ class WaveModel:
     def cost(self, width: int, tokens: int, hidden: int) -> int:
         """Relative time of the dz and dW GEMMs of a tile. (dX's waves do not depend on the width.)"""
 
-        def waves(rows, columns, tile_m, tile_n):
-            blocks = -(-rows // tile_m) * -(-columns // tile_n)
-            return -(-blocks // self.multiprocessors) * self.multiprocessors * tile_m * tile_n
+        dz = self._waves(tokens, width, self.tile_m, self.tile_n) * hidden
+        return dz + self._waves(width, hidden, self.weight_tile_m, self.weight_tile_n) * tokens
 
-        dz = waves(tokens, width, self.tile_m, self.tile_n) * hidden
-        return dz + waves(width, hidden, self.weight_tile_m, self.weight_tile_n) * tokens
+    def _waves(self, rows: int, columns: int, tile_m: int, tile_n: int) -> int:
+        """Elements of the output that the waves could have computed."""
+        blocks = -(-rows // tile_m) * -(-columns // tile_n)
+        return -(-blocks // self.multiprocessors) * self.multiprocessors * tile_m * tile_n
+
+    @functools.cache  # noqa: B019  (a model is one of a few constants)
+    def best_chunk(self, tokens: int, vocab: int, hidden: int, largest: int) -> int:
+        """The chunk of tokens up to `largest` in which single_pass takes the least predicted time."""
+
+        def cost(rows):
+            e = self._waves(rows, vocab, self.tile_m, self.tile_n) * hidden
+            dx = self._waves(rows, hidden, self.weight_tile_m, self.weight_tile_n) * vocab
+            # dW is read and written once a chunk, which costs about as much as 100 rows of its product.
+            return e + dx + (rows + 100) * vocab * hidden
+
+        def total(rows):
+            full, rest = divmod(tokens, rows)
+            return full * cost(rows) + (cost(rest) if rest else 0)
+
+        return min(reversed(range(TILE_QUANTUM, max(largest, TILE_QUANTUM) + 1, TILE_QUANTUM)), key=total)
 
     @functools.cache  # noqa: B019  (a model is one of a few constants)
     def best_width(self, vocab: int, tokens: int, hidden: int, widest: int) -> int:

@@ -1,0 +1,133 @@
+"""Schedules, their budget, and dropped rows: what is chosen, what it allocates, and that every choice is right."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import liger_cutedsl
+from liger_cutedsl import LossOptions, fused_linear_cross_entropy
+from liger_cutedsl.problem import Problem
+from liger_cutedsl.rows import select_rows
+from reference import Case, check_case
+
+X, W = torch.randn(2000, 64, requires_grad=True), torch.randn(20000, 64, requires_grad=True)
+
+
+@pytest.mark.parametrize("tokens", [511, 512, 513, 1100])
+def test_chunks_of_tokens(place, tokens):
+    """Several chunks, the last one short: a budget below one chunk's needs leaves the smallest chunk, 512."""
+    if place.schedule == "recompute":
+        pytest.skip("recompute has no chunks")
+    for options in ({}, dict(label_smoothing=0.1, softcap=5.0, use_token_scaling=True)):
+        case = Case(tokens=tokens, vocab=500, dtype=place.dtypes[0], device=place.device, bias=True, options=options)
+        case.ignored = 0.0
+        check_case(case, engine=place.engine, schedule="single_pass", workspace_mb=0.01)
+
+
+def test_budget_decides_between_schedules():
+    routes = [liger_cutedsl.explain(X, W, workspace_mb=mb) for mb in (500, 100, 20, 4)]
+    assert [r.schedule for r in routes] == ["single_pass", "single_pass", "recompute", "recompute"]
+    assert routes[0].chunk == 2000 and 512 <= routes[1].chunk < 2000
+    assert routes[2].tile_width > routes[3].tile_width
+    for route, mb in zip(routes, (500, 100, 20, 10), strict=True):
+        assert route.workspace_bytes <= mb * 2**20
+    assert [r.gemms for r in routes] == [3, 3, 4, 4]
+    assert "does not fit 20 MiB" in routes[2].reason
+    assert "3 GEMMs" in str(routes[0]) and "MiB workspace" in str(routes[0])
+
+
+def test_a_wider_accumulator_counts_against_the_budget():
+    x, weight = X.detach().bfloat16().requires_grad_(), W.detach().bfloat16().requires_grad_()
+    plain = liger_cutedsl.explain(x, weight, workspace_mb=55)
+    wide = liger_cutedsl.explain(x, weight, workspace_mb=55, accum_dtype=torch.float32)
+    assert plain.schedule == wide.schedule == "single_pass"
+    assert wide.workspace_bytes > 20000 * 64 * 4
+    assert wide.chunk < plain.chunk
+
+
+def test_explain_counts_the_gemms_that_run():
+    assert liger_cutedsl.explain(X, W.detach()).gemms == 2
+    assert liger_cutedsl.explain(X.detach(), W, schedule="recompute").gemms == 3
+    with torch.no_grad():
+        assert liger_cutedsl.explain(X, W).gemms == 1
+        assert liger_cutedsl.explain(X, W).schedule == "recompute"
+
+
+def test_too_small_a_budget_warns_and_runs():
+    x, weight = torch.randn(5000, 64, requires_grad=True), torch.randn(3001, 64, requires_grad=True)
+    target = torch.randint(0, 3001, (5000,))
+    with pytest.warns(RuntimeWarning, match="0.001 MiB holds no schedule"):
+        fused_linear_cross_entropy(x, weight, target, workspace_mb=0.001).backward()
+
+
+def test_forced_single_pass_that_cannot_run_is_an_error():
+    with pytest.raises(RuntimeError, match=r"'single_pass' was asked for but cannot run.*reduction='none'"):
+        fused_linear_cross_entropy(X, W, torch.zeros(2000, dtype=torch.long), reduction="none", schedule="single_pass")
+    assert liger_cutedsl.explain(X, W, reduction="none").schedule == "recompute"
+
+
+def test_single_pass_releases_its_gradients_in_backward():
+    x, weight = torch.randn(40, 16, requires_grad=True), torch.randn(300, 16, requires_grad=True)
+    loss = fused_linear_cross_entropy(x, weight, torch.randint(0, 300, (40,)), schedule="single_pass")
+    state = loss.grad_fn.state
+    kept = weakref.ref(state.gradients.weight)
+    storage = state.gradients.weight.data_ptr()
+    loss.backward()
+    assert state.gradients is None
+    assert weight.grad.data_ptr() == storage, "the gradient was copied on its way to weight.grad"
+    weight.grad = None
+    gc.collect()
+    assert kept() is None
+
+
+def test_gradients_are_scaled_by_any_upstream_gradient():
+    x, weight = torch.randn(40, 16, requires_grad=True), torch.randn(300, 16, requires_grad=True)
+    target = torch.randint(0, 300, (40,))
+    once = torch.autograd.grad(fused_linear_cross_entropy(x, weight, target), (x, weight))
+    for factor in (0.0, -2.0, 1e-3):
+        scaled = torch.autograd.grad(factor * fused_linear_cross_entropy(x, weight, target), (x, weight))
+        for a, b in zip(once, scaled, strict=True):
+            torch.testing.assert_close(b, factor * a)
+
+
+def test_nothing_is_gathered_when_nothing_is_ignored():
+    problem = Problem(X.detach(), W.detach(), torch.randint(0, 20000, (2000,)), None, None, LossOptions())
+    compact, rows = select_rows(problem)
+    assert compact.x is problem.x and compact.dense and rows.keep is None
+
+
+@pytest.mark.parametrize("ignored", [0.02, 0.5, 0.98])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_ignored_rows_are_dropped_and_put_back(place, ignored, reduction):
+    options = dict(reduction=reduction, ignore_index=5, label_smoothing=0.1, lse_square_scale=1e-3)
+    case = Case(tokens=300, dtype=place.dtypes[0], device=place.device, bias=True, ignored=ignored, options=options)
+    case.ce_weight = True
+    dx, *_ = check_case(case, **place.call)
+    *_, target, _, _ = case.tensors()
+    zero = (dx == 0).all(dim=1)
+    assert torch.equal(zero, target == 5)
+
+
+def test_only_rows_that_count_are_multiplied():
+    x, weight = torch.randn(400, 16, requires_grad=True), torch.randn(300, 16, requires_grad=True)
+    target = torch.randint(0, 300, (400,))
+    target[:399] = -100
+    from test_autograd import Recorder
+
+    with Recorder() as recorder:
+        fused_linear_cross_entropy(x, weight, target).backward()
+    assert recorder.largest <= 400 * 16
+
+
+def test_rows_with_nan_that_are_ignored_do_no_harm(place):
+    x, weight, target, *_ = Case(dtype=place.dtypes[0], device=place.device).tensors()
+    poisoned = x.detach().clone()
+    poisoned[target == -100] = float("nan")
+    poisoned.requires_grad_()
+    a = fused_linear_cross_entropy(x, weight, target, **place.call)
+    b = fused_linear_cross_entropy(poisoned, weight, target, **place.call)
+    for got, want in zip(torch.autograd.grad(b, (poisoned, weight)), torch.autograd.grad(a, (x, weight)), strict=True):
+        assert torch.equal(got, want)
+    assert torch.equal(a, b)
