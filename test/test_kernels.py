@@ -1,0 +1,83 @@
+"""The CuTe kernels on a machine without a GPU: they compile, their machine code is what it should be, and on
+Blackwell each element of a tile belongs to exactly one register, at the column the reductions take it for."""
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from liger_cutedsl import compile_kernels
+from liger_cutedsl.__main__ import main
+from liger_cutedsl.compile_kernels import Compiled, check
+
+pytest.importorskip("quack", reason="quack is not installed")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """The kernels compiled here stay here."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("QUACK_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+    yield
+    patch.undo()
+
+
+def test_kernels_compile_for_every_architecture(capsys):
+    status = main(["compile", "--typical", "--json"])
+    kernels = [Compiled(**row) for row in json.loads(capsys.readouterr().out)]
+    assert status == 0, [k for k in kernels if k.error]
+    assert {k.arch for k in kernels} == set(compile_kernels.ARCHITECTURES)
+    for k in kernels:
+        assert k.registers > 0 and k.seconds > 0
+        if k.arch != "sm_90a":
+            assert "UTCHMMA.2CTA" in k.matrix_instruction, k
+            # what the README claims of Blackwell: a few spilled words at most, except with everything at once
+            assert k.spilled_words <= (16 if "argmax" not in k.name else 160), k
+        else:
+            assert "HGMMA" in k.matrix_instruction, k
+        assert (k.tma_stores == 0) == k.name.startswith("forward"), k
+
+
+def test_compile_prints_a_table_and_fails_where_a_kernel_does(monkeypatch, capsys):
+    good = Compiled("sm_100a", "forward/bf16/plain", "256x256/2x1", 200, 0, "4 UTCHMMA.2CTA", 0, 2.0)
+    monkeypatch.setattr(compile_kernels, "compile_architecture", lambda *_: [good])
+    assert main(["compile", "--arch", "sm_100a"]) == 0
+    assert "UTCHMMA.2CTA" in capsys.readouterr().out
+    bad = Compiled("sm_100a", "forward/bf16/plain", error="broken")
+    monkeypatch.setattr(compile_kernels, "compile_architecture", lambda *_: [good, bad])
+    assert main(["compile", "--arch", "sm_100a"]) == 1
+    assert "FAILED: broken" in capsys.readouterr().out
+
+
+def test_check_refuses_what_a_kernel_must_not_be():
+    def of(arch="sm_100a", name="forward/bf16/plain", instruction="4 UTCHMMA.2CTA", stores=0):
+        return check(Compiled(arch, name, "", 200, 0, instruction, stores))
+
+    assert of() == ""
+    assert "no 2-CTA" in of(instruction="4 UTCHMMA")
+    assert "no tensor-core" in of(instruction="")
+    assert "8 TMA stores" in of(stores=8)
+    assert of(name="backward/bf16/plain", stores=8) == ""
+    assert of(arch="sm_90a", instruction="16 HGMMA") == ""
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+@pytest.mark.parametrize("kernel", ["forward", "backward", "exp"])
+def test_every_element_of_a_blackwell_tile_has_one_owner(arch, kernel):
+    probe = Path(__file__).parent / "layout_probe.py"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", probe, arch, f"{kernel}/bf16/plain"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    layout = json.loads(done.stdout.splitlines()[-1])
+    rows, columns = layout["tile"]
+    assert (rows, columns) == (128, 256)  # each CTA of the pair holds half of the 256 × 256 tile
+    held = [tuple(element) for thread in layout["held"] for element in thread]
+    assert len(held) == rows * columns
+    assert set(held) == set(itertools.product(range(rows), range(columns)))
+    for elements, computed in zip(layout["held"], layout["columns"], strict=True):
+        assert [column for _, column in elements] == computed
