@@ -145,8 +145,13 @@ IMPLEMENTATIONS = {
     i.name: i
     for i in (
         Implementation("floor", "cuBLAS, no loss: one GEMM forward, three for forward and backward", _floor, False),
+        Implementation("single_pass", "ours, the default", ours()),
+        Implementation("single_pass-288", "ours, a workspace of 288 MiB", ours(workspace_mb=288)),
+        Implementation("single_pass-all", "ours, every option", ours_with_all_options()),
+        Implementation("single_pass-half", "ours, half of the targets ignored at random", ours_ignoring_half()),
         Implementation("recompute", "ours, schedule recompute", ours(schedule="recompute")),
-        Implementation("recompute-all", "the same with every option", ours_with_all_options(schedule="recompute")),
+        Implementation("recompute-all", "ours, recompute, every option", ours_with_all_options(schedule="recompute")),
+        Implementation("recompute-half", "ours, recompute, half ignored", ours_ignoring_half(schedule="recompute")),
         Implementation("liger-triton", "Liger-Kernel's Triton operator", _liger_triton),
         Implementation("liger-cute-sm90", "Liger-Kernel's CuTe function for SM90", _liger_cute_sm90),
         Implementation("quack-base", "quack, base", _quack(use_scaled_exp=False, tuned=False)),

@@ -7,6 +7,7 @@ import torch
 
 import liger_cutedsl
 from liger_cutedsl import LossOptions, fused_linear_cross_entropy
+from liger_cutedsl.problem import Problem
 from reference import GRADIENT_BOUND, Case, assert_close, check_case, reference
 
 pytestmark = pytest.mark.gpu
@@ -187,3 +188,19 @@ def test_fallback_warns_once(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fused_linear_cross_entropy(x, weight, target)
+
+
+@pytest.mark.parametrize("schedule", ["single_pass", "recompute"])
+def test_a_wrong_guess_about_ignored_targets_does_no_harm(schedule):
+    """A call may begin as if no target were ignored, because none was in the last one."""
+    from liger_cutedsl.rows import TargetCheck
+
+    for ignored, dense_next in ((0.0, True), (0.0, True), (0.4, False), (0.4, False), (0.0, True)):
+        case = Case(256, 64, 5000, dtype=torch.bfloat16, device="cuda", ignored=ignored)
+        check_case(case, engine="cute", schedule=schedule)
+        x, weight, target, *_ = case.tensors()
+        assert TargetCheck(Problem(x, weight, target)).likely_dense == dense_next
+    fused_linear_cross_entropy(x, weight, target, engine="cute")
+    target[3] = 5000
+    with pytest.raises(ValueError, match="got 5000"):  # found behind the first GEMM
+        fused_linear_cross_entropy(x, weight, target, engine="cute", schedule=schedule)

@@ -9,7 +9,7 @@ import torch
 import liger_cutedsl
 from liger_cutedsl import LossOptions, fused_linear_cross_entropy
 from liger_cutedsl.problem import Problem
-from liger_cutedsl.rows import select_rows
+from liger_cutedsl.rows import TargetCheck
 from reference import Case, check_case
 
 X, W = torch.randn(2000, 64, requires_grad=True), torch.randn(20000, 64, requires_grad=True)
@@ -94,7 +94,9 @@ def test_gradients_are_scaled_by_any_upstream_gradient():
 
 def test_nothing_is_gathered_when_nothing_is_ignored():
     problem = Problem(X.detach(), W.detach(), torch.randint(0, 20000, (2000,)), None, None, LossOptions())
-    compact, rows = select_rows(problem)
+    check = TargetCheck(problem)
+    rows = check.rows()
+    compact = check.compact(rows)
     assert compact.x is problem.x and compact.dense and rows.keep is None
 
 

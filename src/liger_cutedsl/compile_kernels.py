@@ -167,7 +167,9 @@ def _trace(variant: Variant):
     from liger_cutedsl.schedules.tiling import Tile
 
     part, n, hidden = variant.part, 128, 64
-    tile = tile_of(variant.kernel, torch.empty(1))
+    with_options = part.softcap or part.smoothing or part.argmax
+    kind = "exp-options" if variant.kernel == "exp" and with_options else variant.kernel
+    tile = tile_of(kind, torch.empty(1))
     vocab = 2 * tile.tile_n - variant.ragged
     options = LossOptions(
         softcap=1.0 if part.softcap else None,

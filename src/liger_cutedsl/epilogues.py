@@ -12,11 +12,12 @@ An epilogue takes ``acc`` and the operands its ``Epilogue`` names, and returns i
     backward   D: dz_iv at v ≠ t_i                 (the caller writes RowCoefficients.fix over v = t_i)
 
     exp        D: e_iv = exp(z_iv − m)·2^headroom  (m the row's maximum in the GEMM's own vocabulary tile)
-               sum_exp: e_iv                       (summed over the tile); and the outputs of forward but lse
-    dz_of_exp  dz_iv from e_iv: what the pass between the GEMMs computes, in triton_kernels.py on a GPU
+               sum_exp: e_iv                       (summed over the tile)
+               is_max: z_iv − m                    (the first v where it is 0); target_logit, weighted_sum as above
+    dz_of_exp  dz_iv from e_iv and m: what the pass between the GEMMs computes, in triton_kernels.py on a GPU
 
 Operands: rows over the vocabulary ``bias``, ``ce_weight``; columns over tokens ``lse``, ``row_a``, ``row_c``,
-``tile_max``; scalars ``softcap`` and ``inverse_softcap``.
+``tile_max`` (of u); scalars ``softcap`` and ``inverse_softcap``.
 """
 
 from __future__ import annotations
@@ -73,17 +74,21 @@ class Epilogue:
         return (*self.logit_operands, "lse", "row_a", *((("row_c", *weighted)) if self.smoothing else ()))
 
 
-def logit(part: Epilogue, acc, operands):
-    """(z, dz/dacc): z = softcap · tanh((acc + bias)/softcap); dz/dacc is None where it is 1.
+def biased(part: Epilogue, acc, operands):
+    """u = acc + bias: the logit before the cap. The cap is monotone, so a tile's maximum can be taken here."""
+    return acc + operands["bias"] if part.bias else acc
+
+
+def capped(part: Epilogue, u, operands):
+    """(z, dz/du): z = softcap · tanh(u/softcap); dz/du is None where it is 1.
 
     tanh comes from r = 1/(1 + e^{2u}): tanh u = 1 − 2r and 1 − tanh²u = 4r(1 − r), which keeps its relative
     accuracy where the tanh saturates. (The hardware's tanh.approx is only good to 2⁻¹¹.)
     """
-    z = acc + operands["bias"] if part.bias else acc
     if not part.softcap:
-        return z, None
+        return u, None
     softcap = operands["softcap"]
-    r = reciprocal(exp2(z * (operands["inverse_softcap"] * (2.0 * LOG2_E))) + 1.0)
+    r = reciprocal(exp2(u * (operands["inverse_softcap"] * (2.0 * LOG2_E))) + 1.0)
     return softcap - r * (softcap * 2.0), r * 4.0 * (1.0 - r)
 
 
@@ -91,7 +96,7 @@ def forward_epilogue(part: Epilogue):
     """The store-free forward: logits go to reductions, none to memory."""
 
     def forward(acc, **operands):
-        z, _ = logit(part, acc, operands)
+        z, _ = capped(part, biased(part, acc, operands), operands)
         outputs = {"lse": z, "target_logit": z}
         if part.smoothing:
             outputs["weighted_sum"] = (z, operands["ce_weight"]) if part.ce_weight else z
@@ -109,7 +114,7 @@ def backward_epilogue(part: Epilogue):
     """
 
     def backward(acc, **operands):
-        z, slope = logit(part, acc, operands)
+        z, slope = capped(part, biased(part, acc, operands), operands)
         dz = exp2((z - operands["lse"]) * LOG2_E) * operands["row_a"]
         if part.smoothing:
             dz = dz - (operands["row_c"] * operands["ce_weight"] if part.ce_weight else operands["row_c"])
@@ -125,37 +130,38 @@ def exp_epilogue(part: Epilogue, headroom: int):
     which stored logits do not. headroom: their scale 2^headroom, which keeps small ones normal numbers in fp16."""
 
     def exponentials(acc, **operands):
-        z, _ = logit(part, acc, operands)
-        e = exp2((z - operands["tile_max"]) * LOG2_E + float(headroom))
+        z, _ = capped(part, biased(part, acc, operands), operands)
+        m, _ = capped(part, operands["tile_max"], operands)
+        e = exp2((z - m) * LOG2_E + float(headroom))
         outputs = {"D": e, "sum_exp": e, "target_logit": z}
         if part.smoothing:
             outputs["weighted_sum"] = (z, operands["ce_weight"]) if part.ce_weight else z
         if part.argmax:
-            outputs["argmax"] = z
+            outputs["is_max"] = z - m
         return outputs
 
     return _with_operands(exponentials, part.exp_operands)
 
 
 def exp_prepass(part: Epilogue):
-    """z for the tile's maximum, before anything is stored."""
+    """u for the tile's maximum, before anything is stored."""
 
     def prepass(acc, **operands):
-        return {"tile_max": logit(part, acc, operands)[0]}
+        return {"tile_max": biased(part, acc, operands)}
 
-    return _with_operands(prepass, part.logit_operands)
+    return _with_operands(prepass, ("bias",) * part.bias)
 
 
 def dz_of_exp(part: Epilogue, headroom: int, e, operands):
-    """dz at v ≠ t_i from e and the tile's maximum; with a cap, z comes back as tile_max + log e."""
-    scale = exp2((operands["tile_max"] - operands["lse"]) * LOG2_E - float(headroom))
+    """dz at v ≠ t_i from e and m, the tile's maximum of z; with a cap, z comes back as m + log e."""
+    scale = exp2((operands["m"] - operands["lse"]) * LOG2_E - float(headroom))
     dz = e * (scale * operands["row_a"])
     if part.smoothing:
         dz = dz - (operands["row_c"] * operands["ce_weight"] if part.ce_weight else operands["row_c"])
     if part.softcap:
-        z = operands["tile_max"] + (e.clamp(min=SMALLEST).log2() - float(headroom)) / LOG2_E
-        capped = (z * operands["inverse_softcap"]).clamp(-1.0, 1.0)
-        dz = dz * (1.0 - capped * capped)
+        z = operands["m"] + (e.clamp(min=SMALLEST).log2() - float(headroom)) / LOG2_E
+        tanh = (z * operands["inverse_softcap"]).clamp(-1.0, 1.0)
+        dz = dz * (1.0 - tanh * tanh)
     return dz
 
 

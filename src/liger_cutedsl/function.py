@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,7 +14,7 @@ from liger_cutedsl.objective import LossOutput
 from liger_cutedsl.options import LossOptions
 from liger_cutedsl.problem import Gradients, Problem, WantedGradients, check_tensors
 from liger_cutedsl.routing import Route, Settings, choose_route, warn_about_fallback
-from liger_cutedsl.rows import Rows, select_rows
+from liger_cutedsl.rows import NotDense, Rows, TargetCheck
 
 _SCHEDULE_MODULES = {"recompute": "recompute", "single_pass": "single_pass", "liger": "liger_triton"}
 
@@ -23,7 +25,8 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, call: _Call):
         problem, route, rows, wanted = call.problem, call.route, call.rows, call.wanted
-        output, state = _schedule(route).forward(make_engine(route.engine), problem, route, wanted)
+        engine = make_engine(route.engine, call.confirm)
+        output, state = _schedule(route).forward(engine, problem, route, wanted)
         output = _spread(output, rows)
         ctx.save_for_backward(x, weight, call.target, bias, problem.ce_weight, rows.keep, rows.drop)
         ctx.call = (problem.options, problem.dense, route, wanted)
@@ -69,21 +72,34 @@ def _schedule(route: Route):
 
 class _Call(NamedTuple):
     """A checked call: what to compute and how, where its rows belong among the caller's, the gradients that will be
-    asked for, and the caller's own targets."""
+    asked for, the caller's own targets, and what is still to be confirmed once the first GEMM is launched."""
 
     problem: Problem
     route: Route
     rows: Rows
     wanted: WantedGradients
     target: torch.Tensor
+    confirm: Callable[[], None] | None = None
 
 
-def _prepare(problem: Problem, settings: Settings, wanted: WantedGradients) -> _Call:
+def _prepare(check: TargetCheck, settings: Settings, wanted: WantedGradients) -> _Call:
     """Everything that can be refused is refused before anything is computed: shapes by check_tensors, the rest here."""
-    compact, rows = select_rows(problem)
+    rows = check.rows()
+    compact = check.compact(rows)
     route = choose_route(compact, wanted, settings)
     warn_about_fallback(route)
-    return _Call(compact, route, rows, wanted, problem.target)
+    return _Call(compact, route, rows, wanted, check.problem.target)
+
+
+def _begin_dense(check: TargetCheck, settings: Settings, wanted: WantedGradients) -> _Call | None:
+    """The call as if no target were ignored, where that is likely and the engine can wait to have it confirmed."""
+    if not check.likely_dense:
+        return None
+    problem = replace(check.problem, dense=True)
+    route = choose_route(problem, wanted, settings)
+    if route.engine != "cute":
+        return None
+    return _Call(problem, route, Rows(), wanted, problem.target, check.confirm_dense)
 
 
 def _spread(output: LossOutput, rows: Rows) -> LossOutput:
@@ -92,11 +108,20 @@ def _spread(output: LossOutput, rows: Rows) -> LossOutput:
 
 
 def run(problem: Problem, settings: Settings) -> LossOutput:
+    """Checks, routes and runs a problem under autograd."""
     check_tensors(problem)
-    wanted = wanted_gradients(problem)
+    wanted, apply = wanted_gradients(problem), _FusedLinearCrossEntropy.apply
     with torch.no_grad():
-        call = _prepare(problem, settings, wanted)
-    return LossOutput(*_FusedLinearCrossEntropy.apply(problem.x, problem.weight, problem.bias, call))
+        check = TargetCheck(problem)
+        call = _begin_dense(check, settings, wanted)
+    if call is not None:
+        try:
+            return LossOutput(*apply(problem.x, problem.weight, problem.bias, call))
+        except NotDense:
+            pass  # nothing was handed out; the rows that count are computed below
+    with torch.no_grad():
+        call = _prepare(check, settings, wanted)
+    return LossOutput(*apply(problem.x, problem.weight, problem.bias, call))
 
 
 def run_with_gradients(
@@ -105,7 +130,7 @@ def run_with_gradients(
     """A problem and its gradients in one go, outside autograd, for an upstream gradient (N,), or of 1."""
     check_tensors(problem)
     with torch.no_grad():
-        problem, route, rows, *_ = _prepare(problem, settings, wanted)
+        problem, route, rows, *_ = _prepare(TargetCheck(problem), settings, wanted)
         engine, schedule = make_engine(route.engine), _schedule(route)
         output, state = schedule.forward(engine, problem, route, wanted)
         if not wanted:

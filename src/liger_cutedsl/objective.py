@@ -175,6 +175,6 @@ def row_coefficients(stats: RowStatistics, rows: RowWeights, options: LossOption
     shape = stats.lse.shape
 
     def finished(v):
-        return None if v is None else rows.mask(v.expand(shape))
+        return None if v is None else rows.mask(v.expand(shape)).contiguous()
 
     return RowCoefficients(finished(a), finished(c), finished(fix))

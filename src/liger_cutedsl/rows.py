@@ -32,38 +32,78 @@ class Rows:
         return replace(gradients, x=self.spread(gradients.x, 0.0))
 
 
-def select_rows(problem: Problem) -> tuple[Problem, Rows]:
-    """Checks the targets, and leaves the rows that count: the problem to compute, and where its rows belong.
+class NotDense(Exception):
+    """Some targets turned out to be ignored, in a call that had begun as if none were."""
 
-    The only read of device memory in a call: how many targets are valid, the least and the greatest of them. None
-    while a CUDA graph is being captured, where reads are not allowed; then rows are masked instead of dropped.
 
-    Raises ValueError for a target that is neither ignore_index nor in [0, V).
+class TargetCheck:
+    """The only read of device memory in a call: how many targets are valid, the least and the greatest of them.
+
+    It is asked for when this is made, and waited for in rows(). A training loop ignores some targets in every step or
+    in none; so where the last call on the device ignored none, likely_dense says that the GPU may start on all rows
+    meanwhile, and confirm_dense() waits for the answer behind the first GEMM.
     """
-    target, ignore_index = problem.target, problem.options.ignore_index
-    if problem.tokens == 0:
-        return replace(problem, dense=True), Rows()
-    if target.is_cuda and torch.cuda.is_current_stream_capturing():
-        return problem, Rows()
-    n_valid, low, high = _summary(target, ignore_index)
-    if n_valid and (low < 0 or high >= problem.vocab):
-        raise ValueError(
-            f"target must hold class indices in [0, {problem.vocab}) or ignore_index={ignore_index}, got "
-            f"{low if low < 0 else high} for a weight of {problem.vocab} rows"
-        )
-    if n_valid == problem.tokens:
-        return replace(problem, dense=True), Rows()
-    order = torch.argsort((target == ignore_index).to(torch.uint8), stable=True)
-    rows = Rows(order[:n_valid], order[n_valid:])
-    return rows.compact(problem), rows
+
+    _ignored_last_time: dict[torch.device, bool] = {}  # noqa: RUF012
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        target, ignore_index = problem.target, problem.options.ignore_index
+        self._host = self._ready = None
+        # No reads while a CUDA graph is being captured: rows are masked then, instead of dropped.
+        self.readable = problem.tokens > 0 and not (target.is_cuda and torch.cuda.is_current_stream_capturing())
+        if not self.readable:
+            return
+        if not target.is_cuda:
+            self._host = _summary(target, ignore_index)
+            return
+        from liger_cutedsl.engines.triton_kernels import summarize_targets
+
+        self._host = torch.empty(3, dtype=torch.int64, pin_memory=True)
+        self._host.copy_(summarize_targets(target, ignore_index), non_blocking=True)
+        with torch.cuda.device(target.device):
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+
+    @property
+    def likely_dense(self) -> bool:
+        return self._ready is not None and not self._ignored_last_time.get(self.problem.device, True)
+
+    def confirm_dense(self) -> None:
+        """Raises NotDense where a target is ignored; ValueError as rows() does."""
+        if self._count() != self.problem.tokens:
+            raise NotDense
+
+    def rows(self) -> Rows:
+        """Raises ValueError for a target that is neither ignore_index nor in [0, V)."""
+        if not self.readable:
+            return Rows()
+        n_valid, target = self._count(), self.problem.target
+        if n_valid == self.problem.tokens:
+            return Rows()
+        order = torch.argsort((target == self.problem.options.ignore_index).to(torch.uint8), stable=True)
+        return Rows(order[:n_valid], order[n_valid:])
+
+    def compact(self, rows: Rows) -> Problem:
+        dense = rows.keep is not None or self.readable or self.problem.tokens == 0
+        return replace(rows.compact(self.problem), dense=dense)
+
+    def _count(self) -> int:
+        problem, ignore_index = self.problem, self.problem.options.ignore_index
+        if self._ready is not None:
+            self._ready.synchronize()
+        n_valid, low, high = (int(v) for v in self._host)
+        if n_valid and (low < 0 or high >= problem.vocab):
+            raise ValueError(
+                f"target must hold class indices in [0, {problem.vocab}) or ignore_index={ignore_index}, got "
+                f"{low if low < 0 else high} for a weight of {problem.vocab} rows"
+            )
+        self._ignored_last_time[problem.device] = n_valid != problem.tokens
+        return n_valid
 
 
 def _summary(target: torch.Tensor, ignore_index: int) -> tuple[int, int, int]:
     """(count, least, greatest) of the targets that are not ignore_index; least and greatest mean nothing at count 0."""
-    if target.is_cuda:
-        from liger_cutedsl.engines.triton_kernels import summarize_targets
-
-        return tuple(summarize_targets(target, ignore_index).tolist())
     valid = target[target != ignore_index]
     if not valid.numel():
         return 0, 0, 0

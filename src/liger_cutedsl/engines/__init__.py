@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 
-def make_engine(name: str):
-    """The engine of a Route; None for "triton", which is Liger-Kernel's operator and has no primitives of ours."""
+def make_engine(name: str, after_first_launch=None):
+    """The engine of a Route; None for "triton", which is Liger-Kernel's operator and has no primitives of ours.
+
+    after_first_launch: see CuteEngine; the torch engine has no use for it.
+    """
     if name == "torch":
         from liger_cutedsl.engines.torch_engine import TorchEngine
 
@@ -12,5 +15,5 @@ def make_engine(name: str):
     if name == "cute":
         from liger_cutedsl.engines.cute_engine import CuteEngine
 
-        return CuteEngine()
+        return CuteEngine(after_first_launch=after_first_launch)
     return None

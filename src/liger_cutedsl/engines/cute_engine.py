@@ -11,7 +11,7 @@ import torch
 from liger_cutedsl.engines.cute_kernels import GemmTile, backward_kernel, exp_kernel, forward_kernel, gemm_tile
 from liger_cutedsl.engines.cute_ops import OnlineArgmax
 from liger_cutedsl.engines.triton_kernels import dz_of_exp, fold_exp, fold_lse
-from liger_cutedsl.epilogues import EXP_HEADROOM_FP16, Epilogue
+from liger_cutedsl.epilogues import EXP_HEADROOM_FP16, Epilogue, capped
 from liger_cutedsl.objective import RowCoefficients, RowStatistics
 from liger_cutedsl.problem import Problem
 from liger_cutedsl.schedules.tiling import Tile, WaveModel
@@ -25,12 +25,16 @@ ROW_ALIGNMENT = 16  # bytes: what the copy engine (TMA) wants of addresses and r
 
 
 class CuteEngine:
-    """launch: False compiles the kernels and leaves results undefined (python -m liger_cutedsl compile)."""
+    """launch: False compiles the kernels and leaves results undefined (python -m liger_cutedsl compile).
+
+    after_first_launch: called once, when the first GEMM is on its way: what the host waits for there costs no time.
+    """
 
     name = "cute"
 
-    def __init__(self, launch: bool = True):
+    def __init__(self, launch: bool = True, after_first_launch=None):
         self._launch = launch
+        self._after_first_launch = after_first_launch
 
     def _headroom(self, problem: Problem) -> int:
         return EXP_HEADROOM_FP16 if self.dz_dtype(problem) == torch.float16 else 0
@@ -59,8 +63,8 @@ class CuteEngine:
 
     def chunk_bytes(self, problem: Problem, rows: int) -> int:
         """Workspace of a chunk of `rows` tokens: exponentials, and the partial results of its reductions."""
-        options, tiles = problem.options, -(-problem.vocab // tile_of("exp", problem.x).tile_n)
-        partials = tiles * (8 + 4 * options.smoothing + 8 * options.needs_argmax)
+        options, tiles = problem.options, -(-problem.vocab // tile_of(_exp_kind(problem), problem.x).tile_n)
+        partials = tiles * (8 + 4 * (options.smoothing + options.needs_argmax + (options.softcap is not None)))
         return rows * (problem.x.dtype.itemsize * (problem.vocab + 8) + partials)
 
     def chunk_size(self, problem: Problem, fitting: int) -> int:
@@ -68,23 +72,33 @@ class CuteEngine:
         largest = min(fitting, LARGEST_CHUNK)
         if problem.tokens <= largest:
             return problem.tokens
-        return self._waves("exp", problem).best_chunk(problem.tokens, problem.vocab, problem.hidden, largest)
+        return self._waves(_exp_kind(problem), problem).best_chunk(
+            problem.tokens, problem.vocab, problem.hidden, largest
+        )
 
     def row_statistics(self, problem: Problem, tile_width: int) -> RowStatistics:
         """One GEMM over the whole vocabulary; its tiles' partial results are folded by one pass each."""
         part = Epilogue.of(problem)
         arguments, tile, ragged = self._row_arguments("forward", part, problem)
         arguments["lse"] = torch.empty_like(arguments["partials"])
+        if part.argmax:
+            arguments["argmax"] = torch.empty_like(arguments["lse"], dtype=torch.int64)
         self._run(forward_kernel(part, ragged), problem.x, problem.weight, None, arguments, tile)
         return self._folded(arguments, lambda: fold_lse(arguments["lse"]))
 
     def exp_chunk(self, problem: Problem, out: torch.Tensor) -> tuple[RowStatistics, torch.Tensor]:
-        """Exponentials relative to their tile's maximum into out (n, V); statistics, and the maxima (n, tiles)."""
+        """Exponentials relative to their tile's maximum into out (n, V); statistics, and the maxima m (n, tiles)."""
         part, headroom = Epilogue.of(problem), self._headroom(problem)
-        arguments, tile, ragged = self._row_arguments("exp", part, problem)
+        arguments, tile, ragged = self._row_arguments(_exp_kind(problem), part, problem)
         sums, maxima = arguments["partials"], torch.empty_like(arguments["partials"])
         arguments.update(sum_exp=sums, tile_max_out=maxima, tile_max=tile.tile_n)
+        if part.argmax:
+            arguments["is_max"] = torch.empty_like(sums)
         self._run(exp_kernel(part, ragged, headroom), problem.x, problem.weight, out, arguments, tile)
+        maxima, _ = capped(part, maxima, arguments)
+        if part.argmax:
+            first_tile = maxima.argmax(dim=1, keepdim=True)
+            arguments["column"] = arguments["is_max"].gather(1, first_tile)[:, 0].long()
         return self._folded(arguments, lambda: fold_exp(maxima, sums, headroom)), maxima
 
     def scale_chunk(
@@ -92,7 +106,7 @@ class CuteEngine:
     ) -> None:
         """Turns exponentials (n, V) into dz in place, the targets' own entries exact."""
         if self._launch:
-            dz_of_exp(problem, e, tile_max, lse, rows, tile_of("exp", e).tile_n, self._headroom(problem))
+            dz_of_exp(problem, e, tile_max, lse, rows, tile_of(_exp_kind(problem), e).tile_n, self._headroom(problem))
 
     def _row_arguments(self, kernel: str, part: Epilogue, problem: Problem) -> tuple[dict, GemmTile, bool]:
         """(arguments, tile, ragged): operands and outputs that the kernels over the whole vocabulary share.
@@ -108,18 +122,18 @@ class CuteEngine:
         values["partials"] = torch.empty(n, tiles, device=device)
         if part.smoothing:
             values["weighted_sum"] = torch.empty_like(values["partials"])
-        if part.argmax:
-            values["argmax"] = torch.empty(n, tiles, dtype=torch.int64, device=device)
         return values, tile, problem.vocab % tile.tile_n != 0
 
     def _folded(self, arguments: dict, lse) -> RowStatistics:
         """Folds the partial results (N, tiles) over the tiles."""
-        weighted_sum, argmax = arguments.get("weighted_sum"), arguments.get("argmax")
+        weighted_sum, column = arguments.get("weighted_sum"), arguments.get("column")
+        if "argmax" in arguments:
+            column = OnlineArgmax.column_of(arguments["argmax"])
         return RowStatistics(
             lse=lse() if self._launch else arguments["target_logit"],
             target_logit=arguments["target_logit"],
             weighted_sum=None if weighted_sum is None else weighted_sum.sum(dim=1),
-            argmax=None if argmax is None else OnlineArgmax.column_of(argmax),
+            argmax=column,
         )
 
     def _waves(self, kernel: str, problem: Problem) -> WaveModel:
@@ -143,9 +157,18 @@ class CuteEngine:
     def _run(self, kernel, x, weight, out, arguments: dict, tile: GemmTile) -> None:
         """One GEMM on the tensors' device and its current stream, whatever the current device is."""
         x, weight = tma_operand(x), tma_operand(weight)
-        arguments = {name: value for name, value in arguments.items() if name != "partials"}
+        arguments = {name: value for name, value in arguments.items() if name != "partials"}  # under its own name there
         with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
             kernel.gemm(x, weight, out, epi_args=arguments, _launch=self._launch, **tile.arguments())
+        if self._after_first_launch is not None:
+            then, self._after_first_launch = self._after_first_launch, None
+            then()
+
+
+def _exp_kind(problem: Problem) -> str:
+    options = problem.options
+    with_options = options.softcap is not None or options.smoothing or options.needs_argmax
+    return "exp-options" if with_options else "exp"
 
 
 def tma_operand(matrix: torch.Tensor) -> torch.Tensor:

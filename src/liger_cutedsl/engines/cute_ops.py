@@ -24,6 +24,7 @@ from liger_cutedsl.epilogues import LOWEST_MAXIMUM
 # quack keys its kernel cache by an op's name and config_key(), not by its code: this makes the code part of it.
 _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 LARGEST_VOCABULARY = 2**24  # column indices travel as float32, exact up to here
+NO_COLUMN = 2.0**25
 
 
 @cute.jit
@@ -156,6 +157,45 @@ class OnlineArgmax(_MaskedColVecReduce):
         bits = Int32(f32x2_to_i64(value, value))  # its low half
         ordered = Int32(cutlass.select_(bits < 0, bits ^ Int32(0x7FFFFFFF), bits))
         return (Int64(ordered) << 32) | (Int64(0xFFFFFFFF) - Int64(Int32(column)))
+
+
+class FirstZero(_MaskedColVecReduce):
+    """out[m, n_tile] = the first column whose value is not negative, as float32; NO_COLUMN where all are.
+
+    Given u − max(u) of a tile, it finds the maximum's column, with less work than OnlineArgmax.
+    """
+
+    identities = (NO_COLUMN,)
+
+    def __init__(self, name):
+        super().__init__(name)
+
+    @cute.jit
+    def fn_sink_flush(self, gemm, state, frag):
+        (column,), coords, limit_n, first_column = state
+        _mask_columns(gemm, frag, coords, limit_n, -1.0)
+        values = layout_utils.convert_layout_zero_stride(frag, column.layout)
+        coordinates = layout_utils.convert_layout_zero_stride(coords, column.layout)
+        column_of = layout_utils.convert_layout_zero_stride(column, column.layout)[None, 0]
+        offsets = _column_offsets(gemm.cta_tile_shape_mnk[:2], coordinates)
+        base = Float32(first_column + coordinates[0, 0][1])
+        for row in cutlass.range_constexpr(cute.size(values, mode=[0])):
+            descending = sorted(
+                ((cute.crd2idx((row, j), offsets), j) for j in range(cute.size(values, mode=[1]))), reverse=True
+            )
+            found = Float32(NO_COLUMN)
+            for offset, j in descending:  # the last to match, which stays, is the first column
+                found = Float32(cutlass.select_(values[row, j] >= Float32(0.0), Float32(offset), found))
+            found = Float32(cutlass.select_(found < Float32(NO_COLUMN), found + base, found))
+            column_of[row] = cute.arch.fmin(column_of[row], found)
+
+    @cute.jit
+    def _merge(self, vals, others):
+        return (cute.arch.fmin(vals[0], others[0]),)
+
+    @cute.jit
+    def _finalize(self, vals):
+        return vals[0]
 
 
 class TileMaximum(GroupedColStatsBase):

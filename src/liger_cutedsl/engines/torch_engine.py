@@ -13,6 +13,7 @@ from liger_cutedsl.epilogues import (
     LOWEST_MAXIMUM,
     Epilogue,
     backward_epilogue,
+    capped,
     dz_of_exp,
     exp_epilogue,
     exp_prepass,
@@ -90,30 +91,34 @@ class TorchEngine:
         return fitting
 
     def exp_chunk(self, problem: Problem, out: torch.Tensor) -> tuple[RowStatistics, torch.Tensor]:
-        """Exponentials relative to their tile's maximum into out (n, V); statistics, and the maxima (n, tiles)."""
+        """Exponentials relative to their tile's maximum into out (n, V); statistics, and the maxima of z (n, tiles)."""
         part = Epilogue.of(problem)
         epilogue, prepass = exp_epilogue(part, self._headroom(problem)), exp_prepass(part)
         x, fold, maxima = self.gemm_operand(problem.x), _RowFold(problem), []
         for tile in vocabulary_tiles(problem.vocab, self.exp_tile):
             acc = self._accumulator(x, problem, tile)
             values = _operand_values(part.forward_operands, problem, tile)
-            logits = prepass(acc, **{name: values[name] for name in part.logit_operands})["tile_max"]
-            maxima.append(logits.amax(dim=1).clamp(min=LOWEST_MAXIMUM))
-            outputs = epilogue(acc, **values, tile_max=maxima[-1][:, None])
+            u = prepass(acc, **{name: values[name] for name in values if name == "bias"})["tile_max"]
+            tile_max = u.amax(dim=1).clamp(min=LOWEST_MAXIMUM)
+            maxima.append(capped(part, tile_max, values)[0])
+            outputs = epilogue(acc, **values, tile_max=tile_max[:, None])
             out[:, tile.columns] = outputs["D"]
             sums = outputs["sum_exp"].sum(dim=1) * 2.0 ** -self._headroom(problem)
-            fold.add({**outputs, "lse": (sums.log() + maxima[-1])[:, None]}, tile)
+            outputs["lse"] = (sums.log() + maxima[-1])[:, None]
+            if outputs.pop("is_max", None) is not None:
+                outputs["argmax"] = outputs["target_logit"]
+            fold.add(outputs, tile)
         return fold.result(), torch.stack(maxima, dim=1)
 
     def scale_chunk(
-        self, problem: Problem, e: torch.Tensor, tile_max: torch.Tensor, lse: torch.Tensor, rows: RowCoefficients
+        self, problem: Problem, e: torch.Tensor, maxima: torch.Tensor, lse: torch.Tensor, rows: RowCoefficients
     ) -> None:
         """Turns exponentials (n, V) into dz in place, the targets' own entries exact."""
         part = Epilogue.of(problem)
         for index, tile in enumerate(vocabulary_tiles(problem.vocab, self.exp_tile)):
             names = (*part.logit_operands, *(("ce_weight",) * part.ce_weight))
             values = _operand_values(names, problem, tile)
-            for name, column in (("lse", lse), ("row_a", rows.a), ("row_c", rows.c), ("tile_max", tile_max[:, index])):
+            for name, column in (("lse", lse), ("row_a", rows.a), ("row_c", rows.c), ("m", maxima[:, index])):
                 if column is not None:
                     values[name] = column[:, None]
             e[:, tile.columns] = dz_of_exp(part, self._headroom(problem), e[:, tile.columns].to(lse.dtype), values)

@@ -139,8 +139,8 @@ def _dz_of_exp(
             dz -= c
     if SOFTCAP:
         z = maximum + (tl.log2(tl.maximum(value, 1.1754943508222875e-38)) - headroom) / log2_e
-        capped = tl.minimum(tl.maximum(z * inverse_softcap, -1.0), 1.0)
-        dz *= 1.0 - capped * capped
+        tanh = tl.minimum(tl.maximum(z * inverse_softcap, -1.0), 1.0)
+        dz *= 1.0 - tanh * tanh
     dz = tl.where(column == tl.load(target + row), tl.load(fix + row), dz)
     tl.store(e + row * stride + column, dz.to(e.dtype.element_ty), mask=here)
 

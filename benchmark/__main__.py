@@ -1,0 +1,141 @@
+"""python -m benchmark: measures every implementation that is installed, one JSON line a row, and reports.
+
+python -m benchmark                 every sweep, into benchmark/results/<gpu>.json; resumes where it stopped
+python -m benchmark --quick         one shape, under two minutes        --cpu    the harness without a GPU
+python -m benchmark report          writes README's tables and the plots from the committed results
+python -m benchmark roofline        predicted times, checked against the measured ones
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from benchmark import report, roofline
+from benchmark.implementations import IMPLEMENTATIONS
+from benchmark.measure import DISTRIBUTIONS, gradient_errors, measure
+from benchmark.sweeps import Measurement, cpu_sweeps, gpu_sweeps, quick_sweeps
+
+ACCURACY = ("recompute", "single_pass", "liger-triton", "quack-base", "quack-exp-2048", "cce", "torch")
+PACKAGES = ("torch", "triton", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy")
+
+
+def environment(device: str) -> dict:
+    """Everything a reader needs to judge the rows that follow it."""
+    found = {"kind": "environment", "command": "python -m benchmark " + " ".join(sys.argv[1:]), "device": device}
+    found["versions"] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found["versions"][package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found["versions"][package] = "not installed"
+    if device == "cuda":
+        found["gpu"] = torch.cuda.get_device_name()
+        query = "power.limit,clocks.sm,clocks.max.sm,driver_version"
+        answer = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True)
+        names = ("power_limit", "sm_clock", "max_sm_clock", "driver")
+        found.update(zip(names, answer.stdout.decode().strip().split("\n")[0].split(", "), strict=False))
+    return found
+
+
+def rows_of(measurement: Measurement, device: str):
+    """JSON-ready rows of one shape, ratios to its floor included."""
+    shape = measurement.shape
+    chosen = [IMPLEMENTATIONS[name] for name in measurement.implementations]
+    measured = measure(chosen, shape, measurement.rounds, device)
+    floor = measured["floor"].ms if "floor" in measured else float("nan")
+    for name, row in measured.items():
+        yield {
+            "kind": "time",
+            "sweep": measurement.sweep,
+            "label": measurement.label,
+            "implementation": name,
+            "tokens": shape.tokens,
+            "vocab": shape.vocab,
+            "hidden": shape.hidden,
+            "dtype": str(shape.dtype).removeprefix("torch."),
+            "forward_only": shape.forward_only,
+            "frozen_weight": shape.frozen_weight,
+            "ms": _finite(row.ms),
+            "least_ms": _finite(row.spread_ms[0]),
+            "greatest_ms": _finite(row.spread_ms[1]),
+            "to_floor": _finite(row.ms / floor),
+            "peak_mb": _finite(row.peak_mb),
+            "first_calls_s": _finite(row.compile_s),
+            "skipped": row.skipped,
+        }
+
+
+def accuracy_rows(device: str, **sizes):
+    for distribution in DISTRIBUTIONS:
+        for name in ACCURACY:
+            row = {"kind": "accuracy", "distribution": distribution, "implementation": name, "skipped": ""}
+            try:
+                row.update(gradient_errors(IMPLEMENTATIONS[name], distribution, device, **sizes))
+            except Exception as error:
+                row["skipped"] = f"{type(error).__name__}: {error}"[:200]
+            yield row
+
+
+def _finite(value: float):
+    return round(value, 4) if math.isfinite(value) else None
+
+
+def run(chosen) -> int:
+    device = "cpu" if chosen.cpu else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        print("python -m benchmark needs an NVIDIA GPU; --cpu runs the harness without one", file=sys.stderr)
+        return 2
+    sweeps = cpu_sweeps() if chosen.cpu else quick_sweeps() if chosen.quick else gpu_sweeps()
+    if chosen.sweep:
+        sweeps = [m for m in sweeps if m.sweep in chosen.sweep]
+    path = Path(chosen.out) if chosen.out else report.RESULTS / f"{_slug(device, chosen.quick)}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    done = {(r["sweep"], r["label"]) for r in report.read(path) if r["kind"] == "time"} if path.exists() else set()
+    with path.open("a") as out:
+        out.write(json.dumps(environment(device)) + "\n")
+        for measurement in tqdm([m for m in sweeps if (m.sweep, m.label) not in done], unit="shape"):
+            for row in rows_of(measurement, device):
+                out.write(json.dumps(row) + "\n")
+            out.flush()
+        if not chosen.quick and not chosen.sweep and not any(r["kind"] == "accuracy" for r in report.read(path)):
+            for row in tqdm(accuracy_rows(device, **(dict(tokens=64, vocab=500, hidden=32) if chosen.cpu else {}))):
+                out.write(json.dumps(row) + "\n")
+    print(report.text_table(report.read(path)))
+    return 0
+
+
+def _slug(device: str, quick: bool) -> str:
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    return name.lower().replace("nvidia ", "").replace(" ", "-") + ("-quick" if quick else "")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", nargs="?", choices=("run", "report", "roofline"), default="run")
+    parser.add_argument("--quick", action="store_true", help="one shape, under two minutes")
+    parser.add_argument("--cpu", action="store_true", help="small shapes on the CPU")
+    parser.add_argument("--sweep", action="append", help="only this sweep; may be given more than once")
+    parser.add_argument("--out", help="the JSON lines file to write, or to continue")
+    parser.add_argument("--gpu", default="h200", choices=sorted(roofline.GPUS), help="for roofline")
+    chosen = parser.parse_args(arguments)
+    if chosen.command == "report":
+        return report.main()
+    if chosen.command == "roofline":
+        return roofline.main(chosen.gpu)
+    return run(chosen)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""README's tables and the plots, from the committed JSON lines."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent
+RESULTS = ROOT / "results"
+README = ROOT.parent / "README.md"
+NAMES = {
+    "floor": "three cuBLAS GEMMs, no loss (floor)",
+    "single_pass": "**liger-cutedsl, default**",
+    "single_pass-288": "**liger-cutedsl, workspace 288 MiB**",
+    "single_pass-all": "**liger-cutedsl, every option on**",
+    "single_pass-half": "**liger-cutedsl, half of the targets ignored**",
+    "recompute": "**liger-cutedsl, `recompute`**",
+    "recompute-all": "**liger-cutedsl, `recompute`, every option on**",
+    "recompute-half": "**liger-cutedsl, `recompute`, half ignored**",
+    "liger-triton": "Liger-Kernel, Triton",
+    "liger-cute-sm90": "Liger-Kernel, CuTe SM90",
+    "quack-base": "quack, base",
+    "quack-exp-2048": "quack, scaled-exp, chunk 2048",
+    "cce": "Cut Cross Entropy",
+    "cce-exact": "Cut Cross Entropy, exact",
+    "torch": "PyTorch, logits stored",
+}
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def text_table(rows: list[dict]) -> str:
+    lines = [f"{'sweep':11} {'label':20} {'implementation':18} {'ms':>9} {'x floor':>8} {'peak MB':>9}"]
+    for r in rows:
+        if r["kind"] == "time":
+            columns = (("ms", 3), ("to_floor", 3), ("peak_mb", 0))
+            ms, ratio, peak = (f"{r[key]:.{digits}f}" if r[key] is not None else "-" for key, digits in columns)
+            name = f"{r['sweep']:11} {r['label']:20} {r['implementation']:18}"
+            lines.append(f"{name} {ms:>9} {ratio:>8} {peak:>9}  {r['skipped'][:60]}")
+    return "\n".join(lines)
+
+
+def _of(rows, sweep, label=None):
+    return [r for r in rows if r["kind"] == "time" and r["sweep"] == sweep and label in (None, r["label"])]
+
+
+def _markdown(header, body) -> str:
+    lines = ["| " + " | ".join(header) + " |", "| " + " | ".join("---" for _ in header) + " |"]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in body])
+
+
+def reference_table(rows: list[dict]) -> str:
+    body = []
+    for r in _of(rows, "reference", "forward + backward"):
+        if r["ms"] is not None:
+            spread = f"{r['ms']:.1f} ({r['least_ms']:.1f} to {r['greatest_ms']:.1f})"
+            body.append((NAMES[r["implementation"]], spread, f"{r['to_floor']:.3f}", f"{r['peak_mb']:.0f}"))
+    return _markdown(("forward + backward", "ms, median (range)", "to the floor", "peak MB"), body)
+
+
+def accuracy_table(rows: list[dict]) -> str:
+    found = [r for r in rows if r["kind"] == "accuracy"]
+    names = list(dict.fromkeys(r["implementation"] for r in found if not r["skipped"]))
+    body = []
+    for distribution in dict.fromkeys(r["distribution"] for r in found):
+        errors = {r["implementation"]: r for r in found if r["distribution"] == distribution}
+        body.append((distribution, *(f"{errors[n]['dx']:.1e}" for n in names)))
+    return _markdown(("logits", *(NAMES[n] for n in names)), body)
+
+
+def matrix_table(rows: list[dict], sweep: str) -> str:
+    """One row a label, one column an implementation, milliseconds."""
+    found = [r for r in _of(rows, sweep) if r["ms"] is not None]
+    names = list(dict.fromkeys(r["implementation"] for r in found))
+    body = []
+    for label in dict.fromkeys(r["label"] for r in found):
+        times = {r["implementation"]: f"{r['ms']:.1f}" for r in found if r["label"] == label}
+        body.append((label, *(times.get(n, "–") for n in names)))
+    return _markdown(("ms", *(NAMES[n] for n in names)), body)
+
+
+def environment_line(rows: list[dict]) -> str:
+    e = next(r for r in rows if r["kind"] == "environment")
+    versions = ", ".join(f"{name} {version}" for name, version in e["versions"].items() if version != "not installed")
+    machine = f"{e.get('gpu', 'CPU')}, {e.get('power_limit', '')}, driver {e.get('driver', '')}"
+    return f"{machine}; {versions}; `{e['command'].strip()}`."
+
+
+def sections(rows: list[dict]) -> dict[str, str]:
+    """Marker name → what README shows between its markers."""
+    return {
+        "environment": environment_line(rows),
+        "reference": reference_table(rows),
+        "accuracy": accuracy_table(rows),
+        "models": matrix_table(rows, "models"),
+        "tokens": matrix_table(rows, "tokens"),
+    }
+
+
+def filled(readme: str, rows: list[dict]) -> str:
+    """README with its tables replaced. Raises ValueError for a marker that is missing."""
+    for name, text in sections(rows).items():
+        pattern = rf"(<!-- {name}: .*?-->\n).*?(<!-- end {name} -->)"
+        readme, count = re.subn(pattern, lambda m, text=text: m[1] + text + "\n" + m[2], readme, flags=re.DOTALL)
+        if count != 1:
+            raise ValueError(f"README.md needs one pair of markers for {name!r}, it has {count}")
+    return readme
+
+
+def plots(rows: list[dict], folder: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    for sweep, axis in (("vocabulary", "vocab"), ("tokens", "tokens")):
+        for value, unit in (("ms", "ms"), ("peak_mb", "MB")):
+            figure, ax = plt.subplots(figsize=(7, 4.5))
+            found = [r for r in _of(rows, sweep) if r[value] is not None]
+            for name in dict.fromkeys(r["implementation"] for r in found):
+                points = sorted((r[axis], r[value]) for r in found if r["implementation"] == name)
+                ours = name in ("single_pass", "recompute")
+                style = dict(linewidth=2.5) if ours else dict(linewidth=1, linestyle="--" if name == "floor" else "-")
+                ax.plot(*zip(*points, strict=True), marker="o", markersize=4, label=_plain(name), **style)
+            ax.set(
+                xlabel={"vocab": "vocabulary V", "tokens": "tokens N"}[axis], ylabel=unit, xscale="log", yscale="log"
+            )
+            ax.set_title(f"{'time' if unit == 'ms' else 'peak memory'} of forward + backward, bf16, H=4096")
+            ax.legend(fontsize=7)
+            ax.grid(alpha=0.3, which="both")
+            figure.tight_layout()
+            figure.savefig(folder / f"{sweep}-{value.split('_')[0]}.png", dpi=130)
+            plt.close(figure)
+    _frontier(rows, folder, plt)
+
+
+def _frontier(rows, folder, plt) -> None:
+    errors = {
+        r["implementation"]: r["dx"]
+        for r in rows
+        if r["kind"] == "accuracy" and r["distribution"] == "std 5" and not r["skipped"]
+    }
+    figure, ax = plt.subplots(figsize=(7, 4.5))
+    for r in _of(rows, "reference", "forward + backward"):
+        name = r["implementation"]
+        if r["ms"] is None or name.endswith(("-all", "-half")):
+            continue
+        error = errors.get(name.removesuffix("-288"))
+        size = 40 if error is None else 40 + 25000 * error
+        ax.scatter(
+            r["ms"], r["peak_mb"], s=size, alpha=0.6, label=_plain(name) + (f", error {error:.1e}" if error else "")
+        )
+        ax.annotate(name, (r["ms"], r["peak_mb"]), fontsize=7, xytext=(5, 5), textcoords="offset points")
+    ax.set(xlabel="ms", ylabel="peak MB", xscale="log")
+    ax.set_title("time, memory and gradient error (area: logits of std 5), reference shape")
+    ax.legend(fontsize=6, markerscale=0.4)
+    ax.grid(alpha=0.3, which="both")
+    figure.tight_layout()
+    figure.savefig(folder / "frontier.png", dpi=130)
+    plt.close(figure)
+
+
+def _plain(name: str) -> str:
+    return NAMES[name].replace("*", "").replace("`", "")
+
+
+def main() -> int:
+    rows = read(RESULTS / "h200.json")
+    README.write_text(filled(README.read_text(), rows))
+    plots(rows, RESULTS)
+    print(f"wrote {README.name} and the plots in {RESULTS.relative_to(ROOT.parent)}")
+    return 0

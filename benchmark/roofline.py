@@ -1,0 +1,96 @@
+"""Predicted time and memory of each schedule, from operations, bytes and what was measured of a GPU's efficiency.
+
+    time    = GEMMs · 2·N·V·H / matrix rate  +  bytes of the passes between them / bandwidth
+    memory  = inputs + gradients + workspace
+
+The H200's rates are measured (NOTES.md); the others scale the H200's share of the datasheet to theirs, and nothing
+of them was measured here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmark import report
+from benchmark.measure import Shape
+from benchmark.sweeps import REFERENCE
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """dense bf16 TFLOP/s a GEMM reaches, and TB/s a pass over memory reaches (reads plus writes)."""
+
+    name: str
+    tflops: float
+    tbytes: float
+    measured: bool = False
+
+
+_H200 = Gpu("H200", 700.0, 4.3, measured=True)  # of a datasheet's 990 and 4.8
+_GEMM_SHARE, _COPY_SHARE = _H200.tflops / 990, _H200.tbytes / 4.8
+GPUS = {
+    "h200": _H200,
+    "h100": Gpu("H100 SXM", 990 * _GEMM_SHARE, 3.35 * _COPY_SHARE),
+    "b200": Gpu("B200", 2250 * _GEMM_SHARE, 8.0 * _COPY_SHARE),
+    "b300": Gpu("B300", 2250 * _GEMM_SHARE, 8.0 * _COPY_SHARE),
+}
+# Reference shape on a B200, as Liger-Kernel's pull requests publish it: not measured here.
+PUBLISHED_B200 = {"Liger-Kernel #1291": (25.7, 3714.0), "Liger-Kernel #1339": (17.51, 2415 * MIB / 1e6)}
+
+
+def predict(schedule: str, shape: Shape, gpu: Gpu, chunk: int = 1920, width: int = 12672) -> tuple[float, float]:
+    """(ms, peak MB of 10⁶ bytes) of "forward", "single_pass", "recompute" or "floor", bf16."""
+    n, v, h = shape.tokens, shape.vocab, shape.hidden
+    gemms = {"forward": 1, "single_pass": 3, "recompute": 4, "floor": 3}[schedule]
+    inputs, gradients = 2 * (n * h + v * h), 2 * (n * h + v * h)
+    moved, workspace = 8 * n * v / 192, 4 * n * v / 192
+    if schedule == "single_pass":
+        chunk = min(chunk, n)
+        moved += 4 * n * v  # exponentials, read and written once by the scaling pass
+        workspace = 2 * chunk * v + 8 * chunk * v / 192
+    elif schedule == "recompute":
+        width = min(width, v)
+        moved += 8 * n * h * -(-v // width)  # dX's fp32 sum, read and written once a tile
+        workspace = 4 * n * h + 2 * n * width - 2 * n * h
+    elif schedule == "floor":
+        moved, workspace = 0, 2 * min(4096, n) * v
+    if schedule == "forward":
+        gradients = 0
+    ms = gemms * 2 * n * v * h / (gpu.tflops * 1e12) * 1e3 + moved / (gpu.tbytes * 1e12) * 1e3
+    return ms, (inputs + gradients + workspace) / 1e6
+
+
+def check(rows: list[dict]) -> list[tuple[str, str, float, float, float]]:
+    """(label, schedule, predicted ms, measured ms, relative error) for the measured rows the model covers."""
+    found = []
+    for row in rows:
+        if row["kind"] != "time" or row["dtype"] != "bfloat16" or row["frozen_weight"] or not row["ms"]:
+            continue
+        if row["implementation"] not in ("single_pass", "recompute"):
+            continue
+        shape = Shape(row["tokens"], row["vocab"], row["hidden"])
+        schedule = "forward" if row["forward_only"] else row["implementation"]
+        ms, _ = predict(schedule, shape, GPUS["h200"])
+        found.append((f"{row['sweep']} {row['label']}", schedule, ms, row["ms"], ms / row["ms"] - 1))
+    return found
+
+
+def main(gpu: str) -> int:
+    chosen = GPUS[gpu]
+    note = "rates measured" if chosen.measured else "PREDICTED, nothing of it measured"
+    print(f"{chosen.name}, reference shape N=8192, V=128256, H=4096, bf16 ({note})")
+    for schedule in ("forward", "floor", "single_pass", "recompute"):
+        ms, mb = predict(schedule, REFERENCE, chosen)
+        print(f"  {schedule:12} {ms:7.2f} ms  {mb:7.0f} MB")
+    if gpu == "b200":
+        for name, (ms, mb) in PUBLISHED_B200.items():
+            print(f"  {name:20} {ms:.2f} ms  {mb:.0f} MB, as published there")
+    path = report.RESULTS / "h200.json"
+    if path.exists():
+        errors = check(report.read(path))
+        print(f"against {len(errors)} measured H200 rows:")
+        for label, schedule, ms, measured, error in errors:
+            print(f"  {label:32} {schedule:12} predicted {ms:8.2f} ms, measured {measured:8.2f} ms, {error:+.1%}")
+    return 0

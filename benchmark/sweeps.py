@@ -1,0 +1,90 @@
+"""What is measured: sweeps of shapes, each with the implementations worth comparing there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from benchmark.measure import Shape
+
+PEERS = ("floor", "single_pass", "recompute", "liger-triton", "quack-base", "quack-exp-2048", "cce", "torch")
+OURS = ("floor", "single_pass", "recompute")
+ALL = (
+    "floor",
+    "single_pass",
+    "single_pass-288",
+    "single_pass-all",
+    "single_pass-half",
+    "recompute",
+    "recompute-all",
+    "recompute-half",
+    "liger-triton",
+    "liger-cute-sm90",
+    "quack-base",
+    "quack-exp-2048",
+    "cce",
+    "cce-exact",
+    "torch",
+)
+
+# (model, H, V) of heads people train.
+MODELS = (
+    ("Llama-3 8B", 4096, 128256),
+    ("Llama-3 70B", 8192, 128256),
+    ("Qwen3 0.6B", 1024, 151936),
+    ("Qwen2.5 7B", 3584, 152064),
+    ("Gemma 2 2B", 2304, 256000),
+    ("Gemma 3 27B", 5376, 262208),
+    ("Mistral 7B v0.3", 4096, 32768),
+    ("DeepSeek-V3", 7168, 129280),
+    ("Phi-4", 5120, 100352),
+    ("gpt-oss 20B", 2880, 201088),
+)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One shape of a sweep: label names it in tables."""
+
+    sweep: str
+    label: str
+    shape: Shape
+    implementations: tuple[str, ...]
+    rounds: int = 5
+
+
+REFERENCE = Shape(8192, 128256, 4096)
+
+
+def gpu_sweeps() -> list[Measurement]:
+    found = [
+        Measurement("reference", "forward + backward", REFERENCE, ALL, 7),
+        Measurement("reference", "forward", Shape(8192, 128256, 4096, forward_only=True), PEERS, 7),
+        Measurement("reference", "W frozen", Shape(8192, 128256, 4096, frozen_weight=True), OURS[1:] + PEERS[3:]),
+    ]
+    for vocab in (32000, 102400, 128256, 152064, 201088, 262144):
+        found.append(Measurement("vocabulary", f"V={vocab}", Shape(8192, vocab, 4096), PEERS))
+    for tokens in (1024, 2048, 4096, 8192, 16384, 32768, 65536):
+        few = PEERS if tokens <= 8192 else tuple(p for p in PEERS if p not in ("torch", "cce"))
+        found.append(Measurement("tokens", f"N={tokens}", Shape(tokens, 128256, 4096), few, 5 if tokens < 32768 else 3))
+    for model, hidden, vocab in MODELS:
+        found.append(Measurement("models", model, Shape(8192, vocab, hidden), (*OURS, "liger-triton", "cce"), 3))
+    for dtype in (torch.float16, torch.float32):
+        shape = Shape(4096, 32000, 2048, dtype)
+        found.append(Measurement("dtypes", str(dtype).removeprefix("torch."), shape, (*OURS, "liger-triton")))
+    return found
+
+
+def quick_sweeps() -> list[Measurement]:
+    return [Measurement("quick", "forward + backward", Shape(4096, 32000, 2048), PEERS, 3)]
+
+
+def cpu_sweeps() -> list[Measurement]:
+    shape = Shape(64, 1000, 32, torch.float32)
+    return [
+        Measurement(
+            "cpu", "forward + backward", shape, ("floor", "single_pass", "recompute", "liger-triton", "torch"), 3
+        ),
+        Measurement("cpu", "forward", Shape(64, 1000, 32, torch.float32, forward_only=True), ("floor", "recompute"), 3),
+    ]
