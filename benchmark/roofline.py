@@ -40,7 +40,7 @@ GPUS = {
 PUBLISHED_B200 = {"Liger-Kernel #1291": (25.7, 3714.0), "Liger-Kernel #1339": (17.51, 2415 * MIB / 1e6)}
 
 
-def predict(schedule: str, shape: Shape, gpu: Gpu, chunk: int = 1920, width: int = 12672) -> tuple[float, float]:
+def predict(schedule: str, shape: Shape, gpu: Gpu, chunk: int = 2048, width: int = 12672) -> tuple[float, float]:
     """(ms, peak MB of 10⁶ bytes) of "forward", "single_pass", "recompute" or "floor", bf16."""
     n, v, h = shape.tokens, shape.vocab, shape.hidden
     gemms = {"forward": 1, "single_pass": 3, "recompute": 4, "floor": 3}[schedule]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,9 +61,9 @@ class TargetCheck:
             return
         from liger_cutedsl.engines.triton_kernels import summarize_targets
 
-        self._host = torch.empty(3, dtype=torch.int64, pin_memory=True)
-        self._host.copy_(summarize_targets(target, ignore_index), non_blocking=True)
+        self._host = _pinned_slots()[next(_next_slot) % 1024]
         with torch.cuda.device(target.device):
+            self._host.copy_(summarize_targets(target, ignore_index), non_blocking=True)
             self._ready = torch.cuda.Event()
             self._ready.record()
 
@@ -100,6 +102,16 @@ class TargetCheck:
             )
         self._ignored_last_time[problem.device] = n_valid != problem.tokens
         return n_valid
+
+
+@functools.cache
+def _pinned_slots() -> tuple[torch.Tensor, ...]:
+    """Page-locked (3,) int64 tensors. Allocating one costs more than everything else a check does, so they go round:
+    each belongs to its call until 1024 others were given out."""
+    return torch.empty(1024, 3, dtype=torch.int64, pin_memory=True).unbind()
+
+
+_next_slot = itertools.count()
 
 
 def _summary(target: torch.Tensor, ignore_index: int) -> tuple[int, int, int]:

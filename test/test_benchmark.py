@@ -1,0 +1,76 @@
+"""The benchmark: its harness on a CPU, its JSON, and that README shows what the committed JSON says."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmark import report, roofline  # noqa: E402
+from benchmark.__main__ import main  # noqa: E402
+from benchmark.sweeps import REFERENCE  # noqa: E402
+
+H200 = report.RESULTS / "h200.json"
+measured = pytest.mark.skipif(not H200.exists(), reason="no committed results")
+
+
+def test_cpu_run_writes_rows_and_resumes(tmp_path, capsys):
+    path = tmp_path / "cpu.json"
+    assert main(["--cpu", "--out", str(path)]) == 0
+    rows = report.read(path)
+    assert rows[0]["kind"] == "environment" and rows[0]["versions"]["torch"] != "not installed"
+    times = {(r["label"], r["implementation"]): r for r in rows if r["kind"] == "time"}
+    ours = times["forward + backward", "single_pass"]
+    assert ours["ms"] > 0 and ours["least_ms"] <= ours["ms"] <= ours["greatest_ms"]
+    floor = times["forward + backward", "floor"]
+    assert floor["to_floor"] == 1.0 and ours["to_floor"] == pytest.approx(ours["ms"] / floor["ms"], rel=1e-3)
+    assert times["forward + backward", "liger-triton"]["skipped"], "Triton does not run on a CPU: a reason is given"
+    errors = {(r["distribution"], r["implementation"]): r for r in rows if r["kind"] == "accuracy"}
+    assert errors["std 1", "recompute"]["dx"] < 5e-3  # bf16 inputs, one rounding of the gradient
+    assert "single_pass" in capsys.readouterr().out
+    assert main(["--cpu", "--out", str(path)]) == 0
+    again = report.read(path)
+    assert len([r for r in again if r["kind"] == "time"]) == len(times), "rows that were there are not measured again"
+
+
+def test_a_gpu_run_without_a_gpu_says_so(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["--quick"]) == 2
+    assert "--cpu" in capsys.readouterr().err
+
+
+@measured
+def test_readme_shows_the_committed_results():
+    readme = report.README.read_text()
+    assert report.filled(readme, report.read(H200)) == readme, "run `python -m benchmark report`"
+
+
+@measured
+def test_roofline_agrees_with_the_measurements():
+    """Within a fifth: the model knows operations and bytes, not how a small head fills the machine."""
+    errors = roofline.check(report.read(H200))
+    assert len(errors) > 20
+    large = [error for _, _, _, ms, error in errors if ms > 5]
+    assert max(map(abs, large)) < 0.2
+
+
+def test_roofline_orders_the_schedules():
+    for gpu in roofline.GPUS.values():
+        times = [roofline.predict(s, REFERENCE, gpu)[0] for s in ("forward", "floor", "single_pass", "recompute")]
+        assert times == sorted(times)
+
+
+def test_missing_markers_are_reported():
+    rows = [{"kind": "environment", "versions": {}, "command": ""}]
+    with pytest.raises(ValueError, match="markers for 'environment'"):
+        report.filled("no markers", rows)
+
+
+@measured
+def test_results_are_json_lines_with_a_command():
+    for line in H200.read_text().splitlines():
+        json.loads(line)
+    assert any("python -m benchmark" in r.get("command", "") for r in report.read(H200))

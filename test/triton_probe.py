@@ -1,0 +1,104 @@
+"""Runs the Triton kernels in Triton's interpreter, on CPU tensors, against the torch engine. Prints "ok" a case.
+
+    TRITON_INTERPRET=1 python test/triton_probe.py
+
+The interpreter runs a kernel's code with numpy, so this checks the code, not what a GPU makes of it.
+"""
+
+import contextlib
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+torch.cuda.device = lambda *_: contextlib.nullcontext()  # the wrappers select the tensors' device
+
+from liger_cutedsl import LossOptions  # noqa: E402
+from liger_cutedsl.engines import triton_kernels  # noqa: E402
+from liger_cutedsl.engines.torch_engine import TorchEngine  # noqa: E402
+from liger_cutedsl.objective import row_coefficients, row_weights  # noqa: E402
+from liger_cutedsl.problem import Problem  # noqa: E402
+
+FLOAT32 = 2e-6
+
+
+def close(name, got, want, bound):
+    error = float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
+    if not error <= bound:
+        sys.exit(f"{name}: error {error:.2e} exceeds {bound:.2e}")
+    print("ok", name)
+
+
+def check_folds():
+    partials = torch.randn(5, 1500) * 20
+    partials[1] = -torch.inf
+    partials[2, 100:] = -torch.inf
+    want = torch.logsumexp(partials, dim=1)
+    got = triton_kernels.fold_lse(partials)
+    assert got[1] == -torch.inf
+    close("fold_lse", got[[0, 2, 3, 4]], want[[0, 2, 3, 4]], FLOAT32)
+    for headroom in (0, 15):
+        maxima, sums = torch.randn(4, 700) * 20, torch.rand(4, 700) + 0.5
+        want = torch.logsumexp(maxima + sums.log(), dim=1)
+        close(f"fold_exp {headroom}", triton_kernels.fold_exp(maxima, sums * 2.0**headroom, headroom), want, FLOAT32)
+
+
+def check_summary():
+    for dtype in (torch.int64, torch.int32):
+        target = torch.randint(0, 1000, (9001,), dtype=dtype)
+        target[::7] = -100
+        got = triton_kernels.summarize_targets(target[1::2], -100).tolist()
+        valid = target[1::2][target[1::2] != -100]
+        assert got == [len(valid), int(valid.min()), int(valid.max())], got
+    assert triton_kernels.summarize_targets(torch.full((10,), 5), 5)[0] == 0
+    print("ok summarize_targets")
+
+
+def check_scale():
+    data = torch.randn(20000)
+    kept = data.clone()
+    triton_kernels.scale_in_place(data, torch.tensor(1.0))
+    assert torch.equal(data, kept)
+    triton_kernels.scale_in_place(data, torch.tensor(-0.5))
+    assert torch.equal(data, kept * -0.5)
+    print("ok scale_in_place")
+
+
+def check_dz(options, dtype, with_vectors, vocab=5000, tokens=6):
+    """dz from exponentials: the same exponentials scaled by the kernel and by the torch engine's formulas."""
+    vectors = (torch.randn(vocab), torch.rand(vocab) + 0.5) if with_vectors else (None, None)
+    target = torch.randint(0, vocab, (tokens,))
+    problem = Problem(
+        torch.randn(tokens, 16).to(dtype),
+        torch.randn(vocab, 16).to(dtype),
+        target,
+        *vectors,
+        LossOptions(**options),
+        True,
+    )
+    engine = TorchEngine(dz_dtype=dtype)
+    e = torch.empty(tokens, vocab + 8, dtype=dtype)[:, :vocab]
+    stats, maxima = engine.exp_chunk(problem, out=e)
+    scale = torch.tensor(4096.0 if dtype == torch.float16 else 1.0)
+    rows = row_coefficients(stats, row_weights(problem), problem.options, scale)
+    want = e.clone()
+    engine.scale_chunk(problem, want, maxima, stats.lse, rows)
+    headroom = 15 if dtype == torch.float16 else 0
+    triton_kernels.dz_of_exp(problem, e, maxima, stats.lse, rows, engine.exp_tile, headroom)
+    # both are rounded once to the dtype; a value next to a rounding boundary may fall either way
+    close(f"dz_of_exp {dtype} {options}", e, want, max(torch.finfo(dtype).eps / 8, FLOAT32))
+    assert torch.equal(e[torch.arange(tokens), target], rows.fix.to(dtype))
+
+
+torch.manual_seed(0)
+check_folds()
+check_summary()
+check_scale()
+for dtype in (torch.float32, torch.float16):  # the interpreter truncates to bf16 where a GPU rounds
+    check_dz({}, dtype, False)
+    check_dz(dict(softcap=5.0), dtype, True)
+    check_dz(dict(label_smoothing=0.1), dtype, False)
+    check_dz(dict(label_smoothing=0.1, lse_square_scale=1e-3, use_token_scaling=True), dtype, True)
+check_dz(dict(label_smoothing=0.1, softcap=5.0), torch.float32, True)
