@@ -62,6 +62,23 @@ def predict(schedule: str, shape: Shape, gpu: Gpu, chunk: int = 2048, width: int
     return ms, (inputs + gradients + workspace) / 1e6
 
 
+# Bytes a second of an all-reduce between GPUs of one host (input size over time), from NVLink's 450 GB/s each way.
+ALL_REDUCE_BYTES = 350e9
+
+
+def predict_vocab_parallel(shape: Shape, gpu: Gpu, ranks: int) -> tuple[float, float]:
+    """(ms, peak MB of a rank) of `recompute` with the vocabulary split over ranks. dX's all-reduce (N × H in fp32)
+    runs under the last vocabulary tile's dW GEMM; what does not fit under it is added."""
+    part = Shape(shape.tokens, -(-shape.vocab // ranks), shape.hidden)
+    ms, mb = predict("recompute", part, gpu)
+    if ranks > 1:
+        reduce_ms = 4 * shape.tokens * shape.hidden / ALL_REDUCE_BYTES * 1e3
+        last = part.vocab % 12672 or 12672
+        hidden_ms = 2 * shape.tokens * last * shape.hidden / (gpu.tflops * 1e12) * 1e3
+        ms += max(0.0, reduce_ms - hidden_ms)
+    return ms, mb
+
+
 def check(rows: list[dict]) -> list[tuple[str, str, float, float, float]]:
     """(label, schedule, predicted ms, measured ms, relative error) for the measured rows the model covers."""
     found = []
@@ -84,6 +101,9 @@ def main(gpu: str) -> int:
     for schedule in ("forward", "floor", "single_pass", "recompute"):
         ms, mb = predict(schedule, REFERENCE, chosen)
         print(f"  {schedule:12} {ms:7.2f} ms  {mb:7.0f} MB")
+    for ranks in (1, 2, 4, 8):
+        ms, mb = predict_vocab_parallel(REFERENCE, chosen, ranks)
+        print(f"  recompute, vocabulary over {ranks} GPUs (PREDICTED) {ms:7.2f} ms  {mb:7.0f} MB a GPU")
     if gpu == "b200":
         for name, (ms, mb) in PUBLISHED_B200.items():
             print(f"  {name:20} {ms:.2f} ms  {mb:.0f} MB, as published there")

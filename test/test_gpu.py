@@ -204,3 +204,23 @@ def test_a_wrong_guess_about_ignored_targets_does_no_harm(schedule):
     target[3] = 5000
     with pytest.raises(ValueError, match="got 5000"):  # found behind the first GEMM
         fused_linear_cross_entropy(x, weight, target, engine="cute", schedule=schedule)
+
+
+def test_vocabulary_parallel_over_one_nccl_rank():
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        options = dict(label_smoothing=0.1, softcap=20.0)
+        case = Case(512, 256, 8003, dtype=torch.bfloat16, device="cuda", bias=True, ce_weight=True, options=options)
+        x, weight, target, bias, ce_weight = case.tensors()
+        out = liger_cutedsl.vocab_parallel_fused_linear_cross_entropy(
+            x, weight, target, bias=bias, ce_weight=ce_weight, return_predicted_tokens=True, engine="cute", **options
+        )
+        out.loss.backward()
+        expected, grads = reference(x, weight, target, bias, ce_weight, LossOptions(**options))
+        assert_close(out.loss, expected["loss"], 1e-5, "loss")
+        for name, leaf, want in zip(("dx", "dW"), (x, weight), grads, strict=False):
+            assert_close(leaf.grad, want, GRADIENT_BOUND[torch.bfloat16], name)
+    finally:
+        dist.destroy_process_group()

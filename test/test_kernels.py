@@ -65,6 +65,21 @@ def test_check_refuses_what_a_kernel_must_not_be():
     assert of(arch="sm_90a", instruction="16 HGMMA") == ""
 
 
+def test_argmax_keys_are_read_as_they_are_written():
+    """OnlineArgmax writes a value's ordered bits over its column; decoded() reads the largest value, first column."""
+    import torch
+
+    from liger_cutedsl.engines.cute_ops import OnlineArgmax
+
+    values = torch.tensor([[-3.5, 7.0, 7.0], [-1e30, -2.0, -torch.inf], [0.0, -1.0, -1e-38]])
+    bits = values.view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    columns = torch.tensor([[5, 200, 300], [1, 129, 257], [64, 3, 2]])
+    largest, column = OnlineArgmax.decoded((ordered << 32) | (0xFFFFFFFF - columns))
+    assert largest.tolist() == [7.0, -2.0, 0.0]
+    assert column.tolist() == [200, 129, 64]
+
+
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
 @pytest.mark.parametrize("kernel", ["forward", "backward", "exp"])
 def test_every_element_of_a_blackwell_tile_has_one_owner(arch, kernel):

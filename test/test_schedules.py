@@ -82,6 +82,21 @@ def test_single_pass_releases_its_gradients_in_backward():
     assert kept() is None
 
 
+def test_single_pass_keeps_no_inputs():
+    """An optimizer may change a weight between forward and backward: the gradient is there already."""
+    x, weight = torch.randn(40, 16, requires_grad=True), torch.randn(300, 16, requires_grad=True)
+    loss = fused_linear_cross_entropy(x, weight, torch.randint(0, 300, (40,)), schedule="single_pass")
+    with torch.no_grad():
+        weight.mul_(2.0)
+    loss.backward()
+    assert weight.grad is not None
+    loss = fused_linear_cross_entropy(x, weight, torch.randint(0, 300, (40,)), schedule="recompute")
+    with torch.no_grad():
+        weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_gradients_are_scaled_by_any_upstream_gradient():
     x, weight = torch.randn(40, 16, requires_grad=True), torch.randn(300, 16, requires_grad=True)
     target = torch.randint(0, 300, (40,))

@@ -9,12 +9,14 @@ from typing import NamedTuple
 
 import torch
 
+from liger_cutedsl.dtensor import is_dtensor, run_dtensor
 from liger_cutedsl.engines import make_engine
 from liger_cutedsl.objective import LossOutput
 from liger_cutedsl.options import LossOptions
-from liger_cutedsl.problem import Gradients, Problem, WantedGradients, check_tensors
+from liger_cutedsl.problem import Gradients, Problem, WantedGradients, check_tensors, wanted_gradients
 from liger_cutedsl.routing import Route, Settings, choose_route, warn_about_fallback
 from liger_cutedsl.rows import NotDense, Rows, TargetCheck
+from liger_cutedsl.schedules.kept import KeptGradients
 
 _SCHEDULE_MODULES = {"recompute": "recompute", "single_pass": "single_pass", "liger": "liger_triton"}
 
@@ -28,7 +30,11 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         engine = make_engine(route.engine, call.confirm)
         output, state = _schedule(route).forward(engine, problem, route, wanted)
         output = _spread(output, rows)
-        ctx.save_for_backward(x, weight, call.target, bias, problem.ce_weight, rows.keep, rows.drop)
+        # Gradients that are there already need no inputs: nothing keeps x and weight alive, or from being changed.
+        inputs = (None,) * 5
+        if not isinstance(state, KeptGradients):
+            inputs = (x, weight, call.target, bias, problem.ce_weight)
+        ctx.save_for_backward(*inputs, rows.keep, rows.drop)
         ctx.call = (problem.options, problem.dense, route, wanted)
         ctx.state = state
         ctx.mark_non_differentiable(*(metric for metric in output[1:] if metric is not None))
@@ -37,18 +43,23 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output, *_metrics):
         options, dense, route, wanted = ctx.call
-        *tensors, keep, drop = ctx.saved_tensors
+        *inputs, keep, drop = ctx.saved_tensors
         rows = Rows(keep, drop)
         with torch.no_grad():
-            problem = rows.compact(Problem(*tensors, options, dense))
+            problem = None if inputs[0] is None else rows.compact(Problem(*inputs, options, dense))
             upstream = grad_output[keep] if keep is not None and grad_output.dim() else grad_output
-            engine, schedule = make_engine(route.engine), _schedule(route)
-            found = schedule.backward(engine, problem, route, wanted, ctx.state, upstream)
-            found = rows.spread_gradients(found)
+            found = rows.spread_gradients(_gradients(problem, route, wanted, ctx.state, upstream))
         gradients = [found.x, found.weight, found.bias]
         if torch.is_grad_enabled():  # create_graph=True: a second derivative must fail, not vanish
             gradients = [g if g is None else _NoSecondDerivative.apply(g.requires_grad_()) for g in gradients]
         return (*gradients, None)
+
+
+def _gradients(problem: Problem | None, route: Route, wanted: WantedGradients, state, upstream) -> Gradients:
+    """The gradients for an upstream gradient: kept ones scaled, others computed from the problem."""
+    if isinstance(state, KeptGradients):
+        return state.for_upstream(upstream)
+    return _schedule(route).backward(make_engine(route.engine), problem, route, wanted, state, upstream)
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -109,6 +120,8 @@ def _spread(output: LossOutput, rows: Rows) -> LossOutput:
 
 def run(problem: Problem, settings: Settings) -> LossOutput:
     """Checks, routes and runs a problem under autograd."""
+    if is_dtensor(problem.weight) or is_dtensor(problem.x):
+        return run_dtensor(problem, settings)
     check_tensors(problem)
     wanted, apply = wanted_gradients(problem), _FusedLinearCrossEntropy.apply
     with torch.no_grad():
@@ -131,22 +144,14 @@ def run_with_gradients(
     check_tensors(problem)
     with torch.no_grad():
         problem, route, rows, *_ = _prepare(TargetCheck(problem), settings, wanted)
-        engine, schedule = make_engine(route.engine), _schedule(route)
-        output, state = schedule.forward(engine, problem, route, wanted)
+        output, state = _schedule(route).forward(make_engine(route.engine), problem, route, wanted)
         if not wanted:
             return _spread(output, rows), Gradients()
         upstream = torch.ones_like(output.loss) if token_grad_output is None else token_grad_output
         if token_grad_output is not None and rows.keep is not None:
             upstream = upstream[rows.keep]
-        gradients = schedule.backward(engine, problem, route, wanted, state, upstream)
+        gradients = _gradients(problem, route, wanted, state, upstream)
         return _spread(output, rows), rows.spread_gradients(gradients)
-
-
-def wanted_gradients(problem: Problem) -> WantedGradients:
-    """The gradients autograd will ask for, as seen at the entrance."""
-    enabled = torch.is_grad_enabled()
-    tensors = (problem.x, problem.weight, problem.bias)
-    return WantedGradients.of(problem, [enabled and t is not None and t.requires_grad for t in tensors])
 
 
 def fused_linear_cross_entropy(
@@ -175,7 +180,8 @@ def fused_linear_cross_entropy(
     Raises TypeError or ValueError naming the argument; RuntimeError where a forced engine cannot run the call.
     """
     loss_options, shape = LossOptions(**options), getattr(target, "shape", None)
-    if isinstance(x, torch.Tensor) and isinstance(target, torch.Tensor) and x.dim() != 2:
+    plain = isinstance(x, torch.Tensor) and isinstance(target, torch.Tensor) and not is_dtensor(x)
+    if plain and x.dim() != 2:
         if x.shape[:-1] != target.shape:
             raise ValueError(
                 f"target must have shape {tuple(x.shape[:-1])}, one target for each row of x "

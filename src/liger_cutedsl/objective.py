@@ -34,12 +34,14 @@ class RowStatistics:
 
     lse: log Σ_v exp z_iv.  target_logit: z_it; rows without a target in range hold anything.
     weighted_sum: Σ_v w_v z_iv, or None.  argmax: int64, the first v of the largest z_iv, or None.
+    max_logit: that z_iv, where argmax is there.
     """
 
     lse: torch.Tensor
     target_logit: torch.Tensor
     weighted_sum: torch.Tensor | None = None
     argmax: torch.Tensor | None = None
+    max_logit: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

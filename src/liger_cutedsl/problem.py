@@ -119,8 +119,18 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type)
 
 
-def check_tensors(problem: Problem) -> None:
-    """Shapes, dtypes and devices, without reading device memory. Raises TypeError or ValueError."""
+def wanted_gradients(problem: Problem) -> WantedGradients:
+    """The gradients autograd will ask for, as seen at the entrance."""
+    enabled = torch.is_grad_enabled()
+    tensors = (problem.x, problem.weight, problem.bias)
+    return WantedGradients.of(problem, [enabled and t is not None and t.requires_grad for t in tensors])
+
+
+def check_tensors(problem: Problem, empty_shard: bool = False) -> None:
+    """Shapes, dtypes and devices, without reading device memory. Raises TypeError or ValueError.
+
+    empty_shard: weight may have no rows, as a rank's share of a split vocabulary.
+    """
     x, weight, target = problem.x, problem.weight, problem.target
     for name in ("x", "weight", "target", "bias", "ce_weight"):
         _check_tensor(name, getattr(problem, name), optional=name in ("bias", "ce_weight"))
@@ -129,7 +139,12 @@ def check_tensors(problem: Problem) -> None:
             f"x must have shape (N, H), got {tuple(x.shape)}: flatten it with x.flatten(0, -2) and the "
             f"target with target.flatten(), or call liger_cutedsl.fused_linear_cross_entropy, which does"
         )
-    if weight.dim() != 2 or weight.shape[1] != x.shape[1] or weight.shape[0] == 0 or x.shape[1] == 0:
+    if (
+        weight.dim() != 2
+        or weight.shape[1] != x.shape[1]
+        or x.shape[1] == 0
+        or (weight.shape[0] == 0 and not empty_shard)
+    ):
         raise ValueError(
             f"weight must have shape (V, H) with V ≥ 1 and H = {x.shape[1]} ≥ 1 as in x, got {tuple(weight.shape)}"
         )
@@ -151,8 +166,7 @@ def _check_tensor(name, value, optional) -> None:
         raise TypeError(f"{name} must be a torch.Tensor{' or None' if optional else ''}, got {type(value)}")
     if type(value).__name__ == "DTensor":
         raise TypeError(
-            f"{name} is a DTensor: pass {name}.full_tensor() for a sharded parameter (under FSDP2, call the loss "
-            f"inside the module that owns it, where it is unsharded), or {name}.to_local() where it is replicated"
+            f"{name} is a DTensor, which only goes with a weight and an x that are: pass {name}.full_tensor()"
         )
 
 

@@ -48,8 +48,9 @@ class TargetCheck:
 
     _ignored_last_time: dict[torch.device, bool] = {}  # noqa: RUF012
 
-    def __init__(self, problem: Problem):
-        self.problem = problem
+    def __init__(self, problem: Problem, vocab: int | None = None):
+        """vocab: the size targets are checked against, where it is not problem's own."""
+        self.problem, self._vocab = problem, problem.vocab if vocab is None else vocab
         target, ignore_index = problem.target, problem.options.ignore_index
         self._host = self._ready = None
         # No reads while a CUDA graph is being captured: rows are masked then, instead of dropped.
@@ -91,14 +92,14 @@ class TargetCheck:
         return replace(rows.compact(self.problem), dense=dense)
 
     def _count(self) -> int:
-        problem, ignore_index = self.problem, self.problem.options.ignore_index
+        problem, ignore_index, vocab = self.problem, self.problem.options.ignore_index, self._vocab
         if self._ready is not None:
             self._ready.synchronize()
         n_valid, low, high = (int(v) for v in self._host)
-        if n_valid and (low < 0 or high >= problem.vocab):
+        if n_valid and (low < 0 or high >= vocab):
             raise ValueError(
-                f"target must hold class indices in [0, {problem.vocab}) or ignore_index={ignore_index}, got "
-                f"{low if low < 0 else high} for a weight of {problem.vocab} rows"
+                f"target must hold class indices in [0, {vocab}) or ignore_index={ignore_index}, got "
+                f"{low if low < 0 else high} for a vocabulary of {vocab}"
             )
         self._ignored_last_time[problem.device] = n_valid != problem.tokens
         return n_valid

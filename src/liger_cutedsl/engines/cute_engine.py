@@ -97,8 +97,8 @@ class CuteEngine:
         self._run(exp_kernel(part, ragged, headroom), problem.x, problem.weight, out, arguments, tile)
         maxima, _ = capped(part, maxima, arguments)
         if part.argmax:
-            first_tile = maxima.argmax(dim=1, keepdim=True)
-            arguments["column"] = arguments["is_max"].gather(1, first_tile)[:, 0].long()
+            largest, first_tile = maxima.max(dim=1, keepdim=True)
+            arguments["best"] = largest[:, 0], arguments["is_max"].gather(1, first_tile)[:, 0].long()
         return self._folded(arguments, lambda: fold_exp(maxima, sums, headroom)), maxima
 
     def scale_chunk(
@@ -126,14 +126,15 @@ class CuteEngine:
 
     def _folded(self, arguments: dict, lse) -> RowStatistics:
         """Folds the partial results (N, tiles) over the tiles."""
-        weighted_sum, column = arguments.get("weighted_sum"), arguments.get("column")
+        weighted_sum, (largest, column) = arguments.get("weighted_sum"), arguments.get("best", (None, None))
         if "argmax" in arguments:
-            column = OnlineArgmax.column_of(arguments["argmax"])
+            largest, column = OnlineArgmax.decoded(arguments["argmax"])
         return RowStatistics(
             lse=lse() if self._launch else arguments["target_logit"],
             target_logit=arguments["target_logit"],
             weighted_sum=None if weighted_sum is None else weighted_sum.sum(dim=1),
             argmax=column,
+            max_logit=largest,
         )
 
     def _waves(self, kernel: str, problem: Problem) -> WaveModel:

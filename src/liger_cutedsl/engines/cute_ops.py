@@ -15,6 +15,7 @@ from pathlib import Path
 
 import cutlass
 import quack.layout_utils as layout_utils
+import torch
 from cutlass import Float32, Int32, Int64, const_expr, cute
 from quack.epilogue.ops import ColVecReduce, GroupedColStatsBase, GroupedColStatsOut, colvec_reduce_accumulate
 from quack.utils import f32x2_to_i64
@@ -103,7 +104,7 @@ class OnlineArgmax(_MaskedColVecReduce):
     """The largest value of a row in a vocabulary tile, with its column: the first one on ties.
 
     Output: int64 (m, n_tiles), a key whose maximum over the tiles is the row's: the value's bits as an ordered
-    integer in the upper half, 2³² − 1 − column in the lower. ``column_of`` decodes it.
+    integer in the upper half, 2³² − 1 − column in the lower. ``decoded`` reads it.
     """
 
     identities = (-math.inf, 0.0)
@@ -113,9 +114,12 @@ class OnlineArgmax(_MaskedColVecReduce):
         super().__init__(name, combine="max")
 
     @staticmethod
-    def column_of(keys):
-        """(m, n_tiles) int64 → (m,) int64 column of the row's first largest value."""
-        return 0xFFFFFFFF - (keys.amax(dim=1) & 0xFFFFFFFF)
+    def decoded(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(m, n_tiles) int64 → the row's largest value, (m,) float32, and its first column, (m,) int64."""
+        best = keys.amax(dim=1)
+        ordered = (best >> 32).to(torch.int32)
+        bits = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
+        return bits.view(torch.float32), 0xFFFFFFFF - (best & 0xFFFFFFFF)
 
     @cute.jit
     def fn_sink_flush(self, gemm, state, frag):

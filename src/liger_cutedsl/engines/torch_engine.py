@@ -179,4 +179,4 @@ class _RowFold:
             self.argmax = torch.where(larger, column + tile.start, self.argmax)
 
     def result(self) -> RowStatistics:
-        return RowStatistics(self.lse, self.target_logit, self.weighted_sum, self.argmax)
+        return RowStatistics(self.lse, self.target_logit, self.weighted_sum, self.argmax, self.largest)

@@ -32,16 +32,10 @@ def forward(
 
 
 def backward(
-    _engine,
-    problem: Problem,
-    route: Route,
-    wanted: WantedGradients,
-    state: KeptGradients | None,
-    grad_output: torch.Tensor,
+    _engine, problem: Problem, route: Route, wanted: WantedGradients, _state: None, grad_output: torch.Tensor
 ) -> Gradients:
-    if state is None:
-        return _call(problem, route, wanted, token_grad_output=grad_output)[1]
-    return state.for_upstream(grad_output)
+    """Only for reduction="none": the gradients of the others are kept in forward."""
+    return _call(problem, route, wanted, token_grad_output=grad_output)[1]
 
 
 def _call(problem: Problem, route: Route, wanted: WantedGradients, token_grad_output=None):

@@ -65,13 +65,18 @@ def backward(
     wanted: WantedGradients,
     state: RecomputeState,
     grad_output: torch.Tensor,
+    reduce_dx=None,
 ) -> Gradients:
+    """reduce_dx: called with the finished dX in the compute dtype, before the last dW; waits in what it returns.
+
+    A vocabulary split over ranks sums dX there, under that GEMM.
+    """
     problem, tile_width = problem.for_kernels(route.dtype), route.tile_width
     coefficients = row_coefficients(state.stats, state.rows, problem.options, grad_output)
     dz_dtype, unscale = engine.dz_dtype(problem), None
     if dz_dtype == torch.float16:
         coefficients, unscale = _scaled_for_fp16(coefficients, problem)
-    sink = _GradientSink(engine, problem, wanted, unscale)
+    sink = _GradientSink(engine, problem, wanted, unscale, reduce_dx)
     buffer = torch.empty(problem.tokens, tile_width + SPARE_COLUMNS, dtype=dz_dtype, device=problem.device)
     fix = coefficients.fix.to(dz_dtype)[:, None]
     owner, column = problem.target // tile_width, (problem.target % tile_width).long()
@@ -87,25 +92,36 @@ def backward(
 class _GradientSink:
     """Turns tiles of dz into dX, dW and db."""
 
-    def __init__(self, engine, problem: Problem, wanted: WantedGradients, unscale: torch.Tensor | None):
+    def __init__(self, engine, problem: Problem, wanted: WantedGradients, unscale: torch.Tensor | None, reduce_dx):
         self.engine, self.problem, self.wanted, self.unscale = engine, problem, wanted, unscale
         self.x = engine.gemm_operand(problem.x) if wanted.weight is not None else None
         # dX is summed in the compute dtype; its own dtype comes last.
         self.gradients = replace(wanted, x=wanted.x and problem.compute_dtype).allocate(problem)
+        self.reduce_dx, self.pending = reduce_dx, None
 
     def add(self, dz: torch.Tensor, tile) -> None:
         grads = self.gradients
         if grads.x is not None:
             weight = self.engine.gemm_operand(self.problem.weight[tile.columns])
             matmul(dz, weight, out=grads.x, accumulate=tile.start > 0)
+            if tile.stop == self.problem.vocab:
+                self._dx_is_complete()
         if grads.weight is not None:
             self._write(grads.weight[tile.columns], lambda out: matmul(dz.t(), self.x, out=out))
         if grads.bias is not None:
             grads.bias[tile.columns] = self._unscaled(dz.sum(dim=0, dtype=self.problem.compute_dtype))
 
+    def _dx_is_complete(self) -> None:
+        if self.unscale is not None:
+            self.gradients.x.mul_(self.unscale)
+        if self.reduce_dx is not None:
+            self.pending = self.reduce_dx(self.gradients.x)
+
     def finish(self) -> Gradients:
+        if self.pending is not None:
+            self.pending.wait()
         grads = self.gradients
-        return grads if grads.x is None else replace(grads, x=self._unscaled(grads.x).to(self.wanted.x))
+        return grads if grads.x is None else replace(grads, x=grads.x.to(self.wanted.x))
 
     def _write(self, out: torch.Tensor, product) -> None:
         """A product into out: directly, or through fp32 where the scale of fp16 has to come off first."""

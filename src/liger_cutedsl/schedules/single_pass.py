@@ -77,17 +77,6 @@ def forward(engine, problem: Problem, route: Route, wanted: WantedGradients) -> 
     return loss_terms(_joined(pieces), rows, problem), KeptGradients(sink.finish(), scale)
 
 
-def backward(
-    engine,
-    problem: Problem,
-    route: Route,
-    wanted: WantedGradients,
-    state: KeptGradients,
-    grad_output: torch.Tensor,
-) -> Gradients:
-    return state.for_upstream(grad_output)
-
-
 class _GradientSink:
     """Turns chunks of dz into dX, dW and db."""
 
@@ -130,4 +119,4 @@ def _joined(pieces: list[RowStatistics]) -> RowStatistics:
         values = [getattr(piece, name) for piece in pieces]
         return None if values[0] is None else torch.cat(values)
 
-    return RowStatistics(*(joined(name) for name in ("lse", "target_logit", "weighted_sum", "argmax")))
+    return RowStatistics(*(joined(name) for name in ("lse", "target_logit", "weighted_sum", "argmax", "max_logit")))

@@ -1,0 +1,271 @@
+"""The vocabulary split over ranks: each holds some rows of W, all hold x and the targets.
+
+    forward   each rank reduces its own logits to row statistics (store-free, as `recompute`);
+              one all-gather of a few numbers a row; every rank folds them into the same loss
+    backward  each rank recomputes dz of its own columns; its dW needs no one else;
+              one all-reduce of dX (N, H) in the compute dtype, under the last dW GEMM
+
+Communication per call and rank: (2 to 6) · N numbers forward, N · H backward. dX is reduced in float32 (float64 for
+float64 inputs), so that the result is the single process's up to float32 rounding; it is then written in x's dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from liger_cutedsl.engines import make_engine
+from liger_cutedsl.objective import LossOutput, RowStatistics, RowWeights, loss_terms, row_weights
+from liger_cutedsl.options import LossOptions
+from liger_cutedsl.problem import Problem, WantedGradients, check_tensors, wanted_gradients
+from liger_cutedsl.routing import Route, Settings, choose_route
+from liger_cutedsl.rows import Rows, TargetCheck
+from liger_cutedsl.schedules import recompute
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """Rows [start, start + valid) of a vocabulary of `vocab` entries; rows of the shard beyond them are padding."""
+
+    group: dist.ProcessGroup
+    start: int
+    valid: int
+    vocab: int
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, group, vocab_start: int | None, vocab_size: int | None) -> VocabShard:
+        """Equal shards in rank order, unless vocab_start says otherwise; no padding, unless vocab_size does."""
+        group = dist.group.WORLD if group is None else group
+        rows, world, rank = weight.shape[0], dist.get_world_size(group), dist.get_rank(group)
+        if vocab_start is not None and vocab_size is None:
+            raise ValueError(
+                "vocab_size must be given with vocab_start: the rows of the other shards are not known here"
+            )
+        start = rank * rows if vocab_start is None else vocab_start
+        vocab = world * rows if vocab_size is None else vocab_size
+        if not isinstance(start, int) or start < 0 or not isinstance(vocab, int) or vocab < 1:
+            raise ValueError(
+                f"vocab_start must be an int ≥ 0 and vocab_size ≥ 1, got {vocab_start!r} and {vocab_size!r}"
+            )
+        return cls(group, start, max(0, min(rows, vocab - start)), vocab)
+
+    def local(self, problem: Problem) -> Problem:
+        """The problem over this shard's own columns; targets elsewhere are out of its range."""
+        columns = slice(0, self.valid)
+
+        def cut(vector):
+            return None if vector is None else vector[columns]
+
+        return replace(
+            problem,
+            weight=problem.weight[columns],
+            target=problem.target - self.start,
+            bias=cut(problem.bias),
+            ce_weight=cut(problem.ce_weight),
+        )
+
+
+def vocab_parallel_fused_linear_cross_entropy(
+    x: torch.Tensor,
+    weight_shard: torch.Tensor,
+    target: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    ce_weight: torch.Tensor | None = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    engine: str | None = None,
+    workspace_mb: float | None = None,
+    **options,
+) -> torch.Tensor | LossOutput:
+    """fused_linear_cross_entropy with W's rows split over the ranks of a group.
+
+    x: (..., H) and target: (...) the same on every rank, targets indexing the whole vocabulary.
+    weight_shard: (V_rank, H), this rank's rows; bias, ce_weight: (V_rank,), theirs.
+    group: a torch.distributed process group, the default one if None.
+    vocab_start: index of the shard's first row, for shards of unequal size; rank · V_rank if None. Starts ascend with
+        the ranks. vocab_size: entries of the whole vocabulary; rows of shards beyond it are padding (Megatron pads V to
+        a multiple), which counts for nothing and gets zero gradients.
+    options: the fields of liger_cutedsl.LossOptions. engine, workspace_mb: see liger_cutedsl.routing.Settings.
+
+    Returns what fused_linear_cross_entropy returns, the same on every rank; so is x's gradient.
+    Raises as that function does; ValueError, on every rank, where the shards do not make up the vocabulary. A rank that
+    fails alone leaves the others to their process group's timeout.
+    """
+    shape = getattr(target, "shape", None)
+    if isinstance(x, torch.Tensor) and isinstance(target, torch.Tensor) and x.dim() != 2 and x.shape[:-1] == shape:
+        x, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+    problem = Problem(x, weight_shard, target, bias, ce_weight, LossOptions(**options))
+    output = vocab_parallel_output(
+        problem, group, vocab_start, vocab_size, Settings.resolve(engine, None, workspace_mb)
+    )
+    output = LossOutput(*(v if v is None or v.dim() == 0 else v.view(shape) for v in output))
+    return output.loss if all(metric is None for metric in output[1:]) else output
+
+
+def vocab_parallel_output(
+    problem: Problem, group, vocab_start: int | None, vocab_size: int | None, settings: Settings
+) -> LossOutput:
+    """The loss of a problem that holds this rank's shard of weight, bias and ce_weight; x (N, H), target (N,)."""
+    check_tensors(problem, empty_shard=True)
+    shard = VocabShard.of(problem.weight, group, vocab_start, vocab_size)
+    if settings.schedule == "single_pass":
+        raise RuntimeError("schedule 'single_pass' was asked for, and a vocabulary split over ranks runs 'recompute'")
+    settings = replace(settings, schedule="recompute")
+    wanted, leaves = wanted_gradients(problem), (problem.x, problem.weight, problem.bias)
+    return LossOutput(*_VocabParallel.apply(*leaves, problem, shard, wanted, settings))
+
+
+class _VocabParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, problem: Problem, shard: VocabShard, wanted, settings):
+        check = TargetCheck(problem, vocab=shard.vocab)
+        rows = check.rows()
+        whole = check.compact(rows)
+        local = shard.local(whole)
+        route = _route(local, wanted, settings)
+        kept = local.for_kernels(route.dtype)
+        stats, weights = _gathered(shard, whole, kept, _local_statistics(kept, route))
+        output = loss_terms(stats, weights, whole)
+        fills = LossOutput(0.0, 0.0, 0.0, -1)
+        output = LossOutput(*(rows.spread(value, fill) for value, fill in zip(output, fills, strict=True)))
+        state = recompute.RecomputeState(RowStatistics(stats.lse, stats.target_logit), weights)
+        ctx.save_for_backward(x, weight, problem.target, bias, problem.ce_weight, rows.keep, rows.drop)
+        ctx.call = (problem.options, whole.dense, shard, wanted, route, state)
+        ctx.mark_non_differentiable(*(metric for metric in output[1:] if metric is not None))
+        return tuple(output)
+
+    @staticmethod
+    def backward(ctx, grad_output, *_metrics):
+        options, dense, shard, wanted, route, state = ctx.call
+        *tensors, keep, drop = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "vocabulary-parallel cross entropy has no second derivative: leave create_graph=True out"
+            )
+        rows = Rows(keep, drop)
+        problem = Problem(*tensors, options)
+        local = shard.local(replace(rows.compact(problem), dense=dense))
+        upstream = grad_output[keep] if keep is not None and grad_output.dim() else grad_output
+        found = _backward(local, route, wanted, state, upstream, shard)
+        found = rows.spread_gradients(found)
+        padding = problem.vocab - shard.valid
+        weight, bias = (_padded(g, padding) for g in (found.weight, found.bias))
+        return found.x, weight, bias, None, None, None, None
+
+
+def _route(local: Problem, wanted: WantedGradients, settings: Settings) -> Route:
+    if local.vocab == 0:  # a shard of nothing but padding
+        settings = replace(settings, engine="torch")
+        local = replace(local, weight=local.x[:1] if local.tokens else local.x.new_empty(1, local.hidden))
+    return choose_route(local, wanted, settings)
+
+
+def _local_statistics(local: Problem, route: Route) -> RowStatistics:
+    """Row statistics over the shard; for targets elsewhere target_logit is −inf."""
+    here = (local.target >= 0) & (local.target < local.vocab)
+    if local.vocab == 0:
+        nothing = torch.full((local.tokens,), -torch.inf, dtype=local.compute_dtype, device=local.device)
+        return RowStatistics(nothing, nothing, torch.zeros_like(nothing), here.long(), nothing)
+    stats = make_engine(route.engine).row_statistics(local, route.tile_width)
+    return replace(stats, target_logit=stats.target_logit.masked_fill(~here, -torch.inf))
+
+
+def _gathered(
+    shard: VocabShard, whole: Problem, local: Problem, stats: RowStatistics
+) -> tuple[RowStatistics, RowWeights]:
+    """The statistics over the whole vocabulary, from one all-gather of all ranks' packed numbers."""
+    options, weighted = whole.options, whole.ce_weight is not None
+    here = (local.target >= 0) & (local.target < local.vocab)
+    columns = [stats.lse, stats.target_logit]
+    if options.smoothing:
+        columns.append(stats.weighted_sum)
+    if options.needs_argmax:
+        columns += [stats.max_logit, (stats.argmax + shard.start).to(stats.lse.dtype)]
+    if weighted:
+        index = local.target.long().clamp(0, max(local.vocab - 1, 0))
+        own = local.ce_weight[index] if local.vocab else torch.zeros_like(stats.lse)
+        columns.append(torch.where(here, own, 0.0))
+    total = local.ce_weight.sum() if weighted else torch.tensor(float(shard.valid))
+    header = torch.tensor([shard.start, shard.valid, shard.vocab], dtype=stats.lse.dtype, device=whole.device)
+    packed = torch.cat([header, total.to(header)[None], *columns])
+    world = dist.get_world_size(shard.group)
+    everyone = torch.empty(world * packed.numel(), dtype=packed.dtype, device=packed.device)
+    dist.all_gather_into_tensor(everyone, packed, group=shard.group)
+    everyone = everyone.view(world, -1)
+    numbers = iter(everyone[:, 4:].view(world, len(columns), whole.tokens).unbind(1))
+    lse, target_logit = torch.logsumexp(next(numbers), dim=0), next(numbers).amax(dim=0)
+    lse = _check_shards(shard, lse, everyone[:, :3])
+    weighted_sum = next(numbers).sum(dim=0) if options.smoothing else None
+    argmax = None
+    if options.needs_argmax:
+        largest, index = next(numbers), next(numbers)
+        first = largest.argmax(dim=0, keepdim=True)  # the first rank of equals, and so the first column
+        argmax = index.gather(0, first)[0].long()
+    target_weight = next(numbers).sum(dim=0) if weighted else None
+    weights = _row_weights(shard, whole, target_weight, everyone[:, 3].sum() if weighted else float(shard.vocab))
+    return RowStatistics(lse, target_logit, weighted_sum, argmax), weights
+
+
+_known_shards: dict[tuple, torch.Tensor] = {}
+
+
+def _check_shards(shard: VocabShard, lse: torch.Tensor, header: torch.Tensor) -> torch.Tensor:
+    """lse, where the shards are the vocabulary; else raises ValueError, on every rank.
+
+    The ranks' (start, rows, vocab_size) are read to the host; from a GPU once for each shard only. In later calls they
+    are compared on the device with what they were then, and a loss that would be wrong becomes NaN.
+    """
+    key = (tuple(dist.get_process_group_ranks(shard.group)), shard.start, shard.valid, shard.vocab, header.device)
+    if header.is_cuda and key in _known_shards:
+        return torch.where((header == _known_shards[key]).all(), lse, torch.nan)
+    found, expected = [tuple(int(v) for v in row) for row in header.tolist()], 0
+    for start, valid, vocab in found:
+        if vocab != shard.vocab or (valid and start != expected):
+            raise ValueError(
+                f"weight_shard: the shards must cover the vocabulary in rank order without gaps, got (start, rows, "
+                f"vocab_size) {found}: pass vocab_start and vocab_size where shards are unequal or padded"
+            )
+        expected += valid
+    if expected != shard.vocab:
+        raise ValueError(f"weight_shard: the shards hold {expected} of vocab_size={shard.vocab} rows, as {found}")
+    _known_shards[key] = header.clone()
+    return lse
+
+
+def _row_weights(shard: VocabShard, whole: Problem, target_weight, total) -> RowWeights:
+    """objective.row_weights with what class weights need gathered from the ranks."""
+    weights = replace(row_weights(replace(whole, ce_weight=None)), vocab=shard.vocab, total_weight=total)
+    if target_weight is None:
+        return weights
+    target_weight = weights.mask(target_weight)
+    mean = whole.options.reduction == "mean"
+    return replace(
+        weights,
+        target_weight=target_weight,
+        inverse_d=target_weight.sum().reciprocal() if mean else 1.0,
+    )
+
+
+def _backward(local: Problem, route: Route, wanted, state, upstream, shard: VocabShard):
+    def reduce_dx(dx):
+        return dist.all_reduce(dx, group=shard.group, async_op=True)
+
+    if local.vocab == 0:
+        found = replace(wanted, x=wanted.x and local.compute_dtype).allocate(local)
+        if found.x is not None:
+            reduce_dx(found.x.zero_()).wait()
+            found = replace(found, x=found.x.to(wanted.x))
+        return found
+    engine = make_engine(route.engine)
+    return recompute.backward(engine, local, route, wanted, state, upstream, reduce_dx)
+
+
+def _padded(gradient: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+    """The gradient of a shard with zero rows for its padding."""
+    if gradient is None or rows == 0:
+        return gradient
+    return torch.cat([gradient, gradient.new_zeros(rows, *gradient.shape[1:])])

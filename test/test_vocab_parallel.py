@@ -1,0 +1,64 @@
+"""The vocabulary split over 2, 3 and 4 ranks (gloo, CPU) against one process in float64."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import liger_cutedsl
+
+WORKER = Path(__file__).parent / "vocab_parallel_worker.py"
+
+
+def launch(world: int, *suites: str) -> list[tuple[int, str]]:
+    """(exit status, output) of every rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = []
+    for rank in range(world):
+        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world)}
+        environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+        command = [sys.executable, "-W", "ignore", str(WORKER), *suites]
+        ranks.append(subprocess.Popen(command, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True))
+    return [(process.wait(timeout=240), process.communicate()[0]) for process in ranks]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ranks_agree_with_one_process(world):
+    suites = ("options", "shards", "bytes", "errors", "dtensor")
+    for rank, (status, output) in enumerate(launch(world, *suites)):
+        assert status == 0 and f"rank {rank} done" in output, output[-3000:]
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_does_not_leave_the_others_hanging():
+    *others, last = launch(3, "failure")
+    assert last[0] == 3
+    for status, output in others:
+        assert status == 0 and "done" in output, output[-3000:]
+
+
+def test_vocab_start_needs_vocab_size():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x, weight, target = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)
+        with pytest.raises(ValueError, match="vocab_size must be given with vocab_start"):
+            liger_cutedsl.vocab_parallel_fused_linear_cross_entropy(x, weight, target, vocab_start=0)
+        with pytest.raises(RuntimeError, match="runs 'recompute'"):
+            from liger_cutedsl.options import LossOptions
+            from liger_cutedsl.problem import Problem
+            from liger_cutedsl.routing import Settings
+            from liger_cutedsl.vocab_parallel import vocab_parallel_output
+
+            problem = Problem(x, weight, target, None, None, LossOptions())
+            vocab_parallel_output(problem, None, None, None, Settings(schedule="single_pass"))
+    finally:
+        dist.destroy_process_group()
