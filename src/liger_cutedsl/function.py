@@ -29,7 +29,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         problem, route, rows, wanted = call.problem, call.route, call.rows, call.wanted
         engine = make_engine(route.engine, call.confirm)
         output, state = _schedule(route).forward(engine, problem, route, wanted)
-        output = _spread(output, rows)
+        output = rows.spread_output(output)
         # Gradients that are there already need no inputs: nothing keeps x and weight alive, or from being changed.
         inputs = (None,) * 5
         if not isinstance(state, KeptGradients):
@@ -113,11 +113,6 @@ def _begin_dense(check: TargetCheck, settings: Settings, wanted: WantedGradients
     return _Call(problem, route, Rows(), wanted, problem.target, check.confirm_dense)
 
 
-def _spread(output: LossOutput, rows: Rows) -> LossOutput:
-    fills = LossOutput(0.0, 0.0, 0.0, -1)
-    return LossOutput(*(rows.spread(value, fill) for value, fill in zip(output, fills, strict=True)))
-
-
 def run(problem: Problem, settings: Settings) -> LossOutput:
     """Checks, routes and runs a problem under autograd."""
     if is_dtensor(problem.weight) or is_dtensor(problem.x):
@@ -146,12 +141,12 @@ def run_with_gradients(
         problem, route, rows, *_ = _prepare(TargetCheck(problem), settings, wanted)
         output, state = _schedule(route).forward(make_engine(route.engine), problem, route, wanted)
         if not wanted:
-            return _spread(output, rows), Gradients()
+            return rows.spread_output(output), Gradients()
         upstream = torch.ones_like(output.loss) if token_grad_output is None else token_grad_output
         if token_grad_output is not None and rows.keep is not None:
             upstream = upstream[rows.keep]
         gradients = _gradients(problem, route, wanted, state, upstream)
-        return _spread(output, rows), rows.spread_gradients(gradients)
+        return rows.spread_output(output), rows.spread_gradients(gradients)
 
 
 def fused_linear_cross_entropy(
@@ -190,8 +185,7 @@ def fused_linear_cross_entropy(
         x, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     problem = Problem(x, weight, target, bias, ce_weight, loss_options)
     output = run(problem, Settings.resolve(engine, schedule, workspace_mb))
-    output = LossOutput(*(v if v is None or v.dim() == 0 else v.view(shape) for v in output))
-    return output.loss if all(metric is None for metric in output[1:]) else output
+    return output.result(shape)
 
 
 class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):

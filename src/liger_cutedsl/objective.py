@@ -98,6 +98,11 @@ class LossOutput(NamedTuple):
     token_accuracy: torch.Tensor | None = None
     predicted_tokens: torch.Tensor | None = None
 
+    def result(self, shape) -> torch.Tensor | LossOutput:
+        """What a call returns: per-row values in its target's shape, and the loss alone without metrics."""
+        shaped = LossOutput(*(v if v is None or v.dim() == 0 else v.view(shape) for v in self))
+        return shaped.loss if all(metric is None for metric in shaped[1:]) else shaped
+
 
 def row_weights(problem: Problem) -> RowWeights:
     """RowWeights of a problem whose ce_weight is already in the compute dtype. Reads nothing to the host."""

@@ -95,7 +95,7 @@ def choose_route(problem: Problem, wanted: WantedGradients, settings: Settings) 
     budget = int(settings.workspace_mb * 2**20)
     if problem.tokens == 0:
         return _recompute_route(engine, problem, wanted, budget, reason)
-    obstacle = single_pass_obstacle(problem, wanted)
+    obstacle = single_pass_obstacle(problem)
     if settings.schedule == "single_pass" and obstacle and wanted:
         raise RuntimeError(
             f"schedule 'single_pass' was asked for but cannot run this call: {obstacle}. "
@@ -114,7 +114,7 @@ def choose_route(problem: Problem, wanted: WantedGradients, settings: Settings) 
     return replace(route, fallback=fallback)
 
 
-def single_pass_obstacle(problem: Problem, wanted: WantedGradients) -> str | None:
+def single_pass_obstacle(problem: Problem) -> str | None:
     """Why gradients in forward are not possible, or not accurate, for this call; or None."""
     options = problem.options
     if options.reduction == "none":
@@ -132,7 +132,8 @@ def single_pass_obstacle(problem: Problem, wanted: WantedGradients) -> str | Non
 def _single_pass_route(engine: str, problem: Problem, wanted: WantedGradients, budget: int, reason: str) -> Route:
     runner, accumulator = make_engine(engine), single_pass.accumulator_bytes(problem, wanted)
     one, two = runner.chunk_bytes(problem, 1), runner.chunk_bytes(problem, 2)
-    fitting = (budget - accumulator - (2 * one - two)) // (two - one) // TILE_QUANTUM * TILE_QUANTUM
+    per_row, fixed = two - one, 2 * one - two
+    fitting = (budget - accumulator - fixed) // per_row // TILE_QUANTUM * TILE_QUANTUM
     least = min(SMALLEST_CHUNK, problem.tokens)
     chunk = runner.chunk_size(problem, min(max(fitting, least), problem.tokens))
     used = accumulator + runner.chunk_bytes(problem, chunk)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from liger_cutedsl.objective import LossOutput
 from liger_cutedsl.problem import Gradients, Problem
 
 
@@ -29,6 +30,11 @@ class Rows:
             return values
         full = values.new_empty(len(self.keep) + len(self.drop), *values.shape[1:])
         return full.index_copy_(0, self.keep, values).index_fill_(0, self.drop, fill)
+
+    def spread_output(self, output: LossOutput) -> LossOutput:
+        """Results of an ignored row: loss 0, accuracy 0, predicted token −1."""
+        fills = LossOutput(0.0, 0.0, 0.0, -1)
+        return LossOutput(*(self.spread(value, fill) for value, fill in zip(output, fills, strict=True)))
 
     def spread_gradients(self, gradients: Gradients) -> Gradients:
         return replace(gradients, x=self.spread(gradients.x, 0.0))

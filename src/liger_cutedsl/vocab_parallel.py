@@ -102,8 +102,7 @@ def vocab_parallel_fused_linear_cross_entropy(
     output = vocab_parallel_output(
         problem, group, vocab_start, vocab_size, Settings.resolve(engine, None, workspace_mb)
     )
-    output = LossOutput(*(v if v is None or v.dim() == 0 else v.view(shape) for v in output))
-    return output.loss if all(metric is None for metric in output[1:]) else output
+    return output.result(shape)
 
 
 def vocab_parallel_output(
@@ -129,9 +128,7 @@ class _VocabParallel(torch.autograd.Function):
         route = _route(local, wanted, settings)
         kept = local.for_kernels(route.dtype)
         stats, weights = _gathered(shard, whole, kept, _local_statistics(kept, route))
-        output = loss_terms(stats, weights, whole)
-        fills = LossOutput(0.0, 0.0, 0.0, -1)
-        output = LossOutput(*(rows.spread(value, fill) for value, fill in zip(output, fills, strict=True)))
+        output = rows.spread_output(loss_terms(stats, weights, whole))
         state = recompute.RecomputeState(RowStatistics(stats.lse, stats.target_logit), weights)
         ctx.save_for_backward(x, weight, problem.target, bias, problem.ce_weight, rows.keep, rows.drop)
         ctx.call = (problem.options, whole.dense, shard, wanted, route, state)
