@@ -148,3 +148,14 @@ def test_rows_with_nan_that_are_ignored_do_no_harm(place):
     for got, want in zip(torch.autograd.grad(b, (poisoned, weight)), torch.autograd.grad(a, (x, weight)), strict=True):
         assert torch.equal(got, want)
     assert torch.equal(a, b)
+
+
+def test_wave_model_fills_the_machine():
+    """132 multiprocessors, N=8192, H=4096: at 66 · 192 columns both GEMMs of a tile are whole waves of blocks."""
+    from liger_cutedsl.schedules.tiling import WaveModel
+
+    model = WaveModel(multiprocessors=132, tile_m=128, tile_n=192)
+    assert model.best_width(128256, 8192, 4096, 13056) == 66 * 192
+    assert (8192 // 128) * 66 % 132 == 0 and (66 * 192 // 128) * (4096 // 256) % 132 == 0
+    assert model.best_chunk(8192, 128256, 4096, 2048) == 2048
+    assert model.best_width(100, 8192, 4096, 13056) % 192 == 0

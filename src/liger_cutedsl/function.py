@@ -113,6 +113,7 @@ def _begin_dense(check: TargetCheck, settings: Settings, wanted: WantedGradients
     return _Call(problem, route, Rows(), wanted, problem.target, check.confirm_dense)
 
 
+@torch.compiler.disable  # a compiled model runs it between two graphs, with the numbers of eager mode
 def run(problem: Problem, settings: Settings) -> LossOutput:
     """Checks, routes and runs a problem under autograd."""
     if is_dtensor(problem.weight) or is_dtensor(problem.x):

@@ -14,11 +14,13 @@ from liger_cutedsl.engines.triton_kernels import dz_of_exp, fold_exp, fold_lse
 from liger_cutedsl.epilogues import EXP_HEADROOM_FP16, Epilogue, capped
 from liger_cutedsl.objective import RowCoefficients, RowStatistics
 from liger_cutedsl.problem import Problem
-from liger_cutedsl.schedules.tiling import Tile, WaveModel
+from liger_cutedsl.schedules.tiling import TILE_QUANTUM, Tile, WaveModel
 
 # Columns of a vocabulary tile. Wider than this, tiles gain nothing measurable and only take memory; narrower, the
 # GEMMs of a tile no longer fill the machine, and dX's accumulator dwarfs what would be saved.
 WIDEST_TILE, NARROWEST_TILE = 13056, 1024
+# Where dX's sum alone is beyond the budget, a wider tile adds little to it and passes over it less often.
+NARROWEST_WHERE_NONE_FITS = 3072
 # Tokens of a chunk of exponentials. Larger ones gain less than 1% (NOTES.md) for twice the memory.
 LARGEST_CHUNK = 4096
 ROW_ALIGNMENT = 16  # bytes: what the copy engine (TMA) wants of addresses and row strides
@@ -49,7 +51,8 @@ class CuteEngine:
 
     def tile_width(self, problem: Problem, fitting: int) -> int:
         """The width for which the tile's GEMMs fill the GPU best, among those that fit."""
-        widest = min(max(fitting, NARROWEST_TILE), WIDEST_TILE)
+        narrowest = NARROWEST_TILE if fitting > TILE_QUANTUM else NARROWEST_WHERE_NONE_FITS
+        widest = min(max(fitting, narrowest), WIDEST_TILE)
         return self._waves("backward", problem).best_width(problem.vocab, problem.tokens, problem.hidden, widest)
 
     def forward_bytes(self, problem: Problem, tile_width: int) -> int:
