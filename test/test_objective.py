@@ -43,4 +43,5 @@ def test_epilogues_name_the_operands_they_take():
     part = Epilogue(bias=True, softcap=True, ce_weight=True, smoothing=True, argmax=True)
     assert list(inspect.signature(forward_epilogue(part)).parameters)[1:] == list(part.forward_operands)
     assert list(inspect.signature(backward_epilogue(part)).parameters)[1:] == list(part.backward_operands)
-    assert "ce_weight" not in Epilogue(ce_weight=True).backward_operands  # without smoothing it is in A and fix
+    problem = Problem(torch.zeros(1, 8), torch.zeros(5, 8), torch.tensor([0]), None, torch.ones(5), LossOptions())
+    assert not Epilogue.of(problem).ce_weight  # without smoothing class weights are in A and fix

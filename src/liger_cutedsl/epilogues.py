@@ -43,11 +43,12 @@ class Epilogue:
 
     @classmethod
     def of(cls, problem) -> Epilogue:
+        """What a problem needs. Class weights reach elements only through smoothing; else they are in the rows."""
         options = problem.options
         return cls(
             bias=problem.bias is not None,
             softcap=options.softcap is not None,
-            ce_weight=problem.ce_weight is not None,
+            ce_weight=problem.ce_weight is not None and options.smoothing,
             smoothing=options.smoothing,
             argmax=options.needs_argmax,
         )
@@ -58,7 +59,7 @@ class Epilogue:
 
     @property
     def forward_operands(self) -> tuple[str, ...]:
-        return self.logit_operands + ("ce_weight",) * (self.smoothing and self.ce_weight)
+        return self.logit_operands + ("ce_weight",) * self.ce_weight
 
     @property
     def forward_outputs(self) -> tuple[str, ...]:
@@ -70,8 +71,8 @@ class Epilogue:
 
     @property
     def backward_operands(self) -> tuple[str, ...]:
-        weighted = ("ce_weight",) * self.ce_weight
-        return (*self.logit_operands, "lse", "row_a", *((("row_c", *weighted)) if self.smoothing else ()))
+        smoothing = ("row_c",) * self.smoothing + ("ce_weight",) * self.ce_weight
+        return (*self.logit_operands, "lse", "row_a", *smoothing)
 
 
 def biased(part: Epilogue, acc, operands):

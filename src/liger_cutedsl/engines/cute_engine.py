@@ -21,7 +21,7 @@ from liger_cutedsl.schedules.tiling import TILE_QUANTUM, Tile, WaveModel
 WIDEST_TILE, NARROWEST_TILE = 13056, 1024
 # Where dX's sum alone is beyond the budget, a wider tile adds little to it and passes over it less often.
 NARROWEST_WHERE_NONE_FITS = 3072
-# Tokens of a chunk of exponentials. Larger ones gain less than 1% (NOTES.md) for twice the memory.
+# Tokens of a chunk of exponentials. Twice as many gain about 1% for twice the memory.
 LARGEST_CHUNK = 4096
 ROW_ALIGNMENT = 16  # bytes: what the copy engine (TMA) wants of addresses and row strides
 
@@ -101,7 +101,10 @@ class CuteEngine:
         maxima, _ = capped(part, maxima, arguments)
         if part.argmax:
             largest, first_tile = maxima.max(dim=1, keepdim=True)
-            arguments["best"] = largest[:, 0], arguments["is_max"].gather(1, first_tile)[:, 0].long()
+            arguments["best"] = (
+                largest[:, 0],
+                arguments["is_max"].gather(1, first_tile)[:, 0].long(),
+            )  # NO_COLUMN if NaN
         return self._folded(arguments, lambda: fold_exp(maxima, sums, headroom)), maxima
 
     def scale_chunk(
@@ -149,8 +152,6 @@ class CuteEngine:
     ) -> None:
         """Writes dz of the tile's columns into out (N, tile width), except the targets' own entries."""
         part = replace(Epilogue.of(problem), argmax=False)
-        if not part.smoothing:
-            part = replace(part, ce_weight=False)
         values = _operand_values(part.backward_operands, problem, tile)
         values.update(lse=lse, row_a=coefficients.a)
         if part.smoothing:
