@@ -179,4 +179,6 @@ class _RowFold:
             self.argmax = torch.where(larger, column + tile.start, self.argmax)
 
     def result(self) -> RowStatistics:
-        return RowStatistics(self.lse, self.target_logit, self.weighted_sum, self.argmax, self.largest)
+        # A logit of +∞ leaves no softmax: NaN, as in torch.nn.functional.log_softmax.
+        lse = self.lse.masked_fill(torch.isposinf(self.lse), torch.nan)
+        return RowStatistics(lse, self.target_logit, self.weighted_sum, self.argmax, self.largest)
