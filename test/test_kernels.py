@@ -65,6 +65,18 @@ def test_check_refuses_what_a_kernel_must_not_be():
     assert of(arch="sm_90a", instruction="16 HGMMA") == ""
 
 
+def test_tiles_can_be_overridden_for_experiments(monkeypatch):
+    from liger_cutedsl.engines.cute_kernels import GEMM_TILES, GemmTile, gemm_tile
+
+    monkeypatch.setenv("LIGER_CUTEDSL_TILES", "forward=128x256/2x1,exp-options=128x128/1x2/pingpong")
+    assert gemm_tile("forward", 9) == GemmTile(128, 256, 2, 1)
+    assert gemm_tile("exp-options", 9) == GemmTile(128, 128, 1, 2, pingpong=True)
+    assert gemm_tile("backward", 9) == GEMM_TILES[9]["backward"]
+    monkeypatch.setenv("LIGER_CUTEDSL_TILES", "forwards=128x256/2x1")
+    with pytest.raises(ValueError, match=r"KERNEL one of forward, backward, exp.*got 'forwards=128x256/2x1'"):
+        gemm_tile("forward", 9)
+
+
 def test_argmax_keys_are_read_as_they_are_written():
     """OnlineArgmax writes a value's ordered bits over its column; decoded() reads the largest value, first column."""
     import torch

@@ -87,7 +87,7 @@ def gemm_tile(kernel: str, major: int) -> GemmTile:
 def _tile_overrides(text: str) -> dict[str, GemmTile]:
     overrides = {}
     for part in filter(None, text.split(",")):
-        match = re.fullmatch(r"(\w+)=(\d+)x(\d+)/(\d+)x(\d+)(/pingpong)?", part.strip())
+        match = re.fullmatch(r"([\w-]+)=(\d+)x(\d+)/(\d+)x(\d+)(/pingpong)?", part.strip())
         if not match or match[1] not in GEMM_TILES[9]:
             raise ValueError(
                 f"{TILES_VARIABLE} must be a list of KERNEL=MxN/CLUSTERMxCLUSTERN[/pingpong] with KERNEL one of "
