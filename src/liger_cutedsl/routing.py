@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from liger_cutedsl.engines import make_engine
+from liger_cutedsl.epilogues import EXACT_INDICES
 from liger_cutedsl.problem import Problem, WantedGradients
 from liger_cutedsl.schedules import recompute, single_pass
 from liger_cutedsl.schedules.tiling import SPARE_COLUMNS, TILE_QUANTUM, fitting_width
@@ -225,8 +226,8 @@ def cute_obstacle(problem: Problem, settings: Settings) -> str | None:
         return f"the CuTe kernels multiply bfloat16 or float16, not {str(problem.gemm_dtype).removeprefix('torch.')}"
     if problem.hidden % 8:
         return f"the CuTe kernels need H to be a multiple of 8, and it is {problem.hidden}"
-    if problem.options.needs_argmax and problem.vocab > 2**24:
-        return f"the CuTe argmax holds indices up to 2**24, and V is {problem.vocab}"
+    if problem.options.needs_argmax and problem.vocab > EXACT_INDICES:
+        return f"the CuTe argmax holds indices up to {EXACT_INDICES}, and V is {problem.vocab}"
     return _cute_import_error()
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from liger_cutedsl.engines import make_engine
+from liger_cutedsl.epilogues import EXACT_INDICES
 from liger_cutedsl.objective import LossOutput, RowStatistics, RowWeights, loss_terms, row_weights
 from liger_cutedsl.options import LossOptions
 from liger_cutedsl.problem import Problem, WantedGradients, check_tensors, wanted_gradients
@@ -113,12 +114,16 @@ def vocab_parallel_output(
     shard = VocabShard.of(problem.weight, group, vocab_start, vocab_size)
     if settings.schedule == "single_pass":
         raise RuntimeError("schedule 'single_pass' was asked for, and a vocabulary split over ranks runs 'recompute'")
+    if problem.options.needs_argmax and shard.vocab > EXACT_INDICES and problem.compute_dtype == torch.float32:
+        raise ValueError(f"vocab_size must be at most {EXACT_INDICES} for token metrics, got {shard.vocab}")
     settings = replace(settings, schedule="recompute")
     wanted, leaves = wanted_gradients(problem), (problem.x, problem.weight, problem.bias)
     return LossOutput(*_VocabParallel.apply(*leaves, problem, shard, wanted, settings))
 
 
 class _VocabParallel(torch.autograd.Function):
+    """`recompute` over a shard, with a gather behind its forward and a reduction inside its backward."""
+
     @staticmethod
     def forward(ctx, x, weight, bias, problem: Problem, shard: VocabShard, wanted, settings):
         check = TargetCheck(problem, vocab=shard.vocab)

@@ -24,8 +24,7 @@ from liger_cutedsl.epilogues import LOWEST_MAXIMUM
 
 # quack keys its kernel cache by an op's name and config_key(), not by its code: this makes the code part of it.
 _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
-LARGEST_VOCABULARY = 2**24  # column indices travel as float32, exact up to here
-NO_COLUMN = 2.0**25
+NO_COLUMN = 2.0**25  # indices travel as float32, exact up to epilogues.EXACT_INDICES
 
 
 @cute.jit
@@ -39,8 +38,8 @@ def _mask_columns(gemm, frag, coords, limit_n, value):
 
 @cute.jit
 def _column_offsets(tile_shape_mn, coords):
-    """(offsets, first): column of element i is first + offsets(i), offsets static, so that a compare against them
-    takes an immediate (the idiom of quack's OnlineLSEReduce._fold)."""
+    """The column of element i, relative to element 0's: static, so that a compare against it takes an immediate
+    (the idiom of quack's OnlineLSEReduce._fold)."""
     return cute.composition(cute.make_layout(tile_shape_mn, stride=(0, 1)), coords.layout)
 
 
