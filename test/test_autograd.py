@@ -179,3 +179,47 @@ def test_inside_a_compiled_model():
         found = torch.autograd.grad(torch.compile(function, backend="aot_eager")(x), (x, head.weight))
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_nothing_is_kept_alive(reduction):
+    """Inputs and gradients go when their owner lets go of them, and a thousand calls leave no tensor behind."""
+    import gc
+    import weakref
+
+    def tensors():
+        gc.collect()
+        return sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+
+    def step():
+        x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+        loss = fused_linear_cross_entropy(x * 1.0, weight, torch.arange(6), reduction=reduction)
+        loss.sum().backward()
+        return weakref.ref(x), weakref.ref(weight), weakref.ref(weight.grad), weakref.ref(loss)
+
+    before = tensors()
+    for _ in range(1000):
+        references = step()
+    assert tensors() <= before
+    assert all(reference() is None for reference in references)
+
+
+def test_a_failed_call_leaves_nothing_behind():
+    """An error in the middle of a call, such as a full memory, does not break the next one."""
+    x, weight, target, *_ = Case(ignored=0.0).tensors()
+    expected = fused_linear_cross_entropy(x, weight, target)
+    original = TorchEngine.scale_chunk
+
+    def failing(*_):
+        raise torch.cuda.OutOfMemoryError("planted")
+
+    TorchEngine.scale_chunk = failing
+    try:
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            fused_linear_cross_entropy(x, weight, target)
+    finally:
+        TorchEngine.scale_chunk = original
+    loss = fused_linear_cross_entropy(x, weight, target)
+    loss.backward()
+    assert torch.equal(loss, expected)
+    assert x.grad is not None

@@ -1,5 +1,6 @@
 """Liger-Kernel on our operator: what enable() and disable() change, and what they leave alone."""
 
+import contextlib
 import copy
 
 import pytest
@@ -115,36 +116,72 @@ def test_disable_restores_liger():
     assert functional.LigerFusedLinearCrossEntropyFunction is before[0]
 
 
-def test_patched_hugging_face_llama(enabled):
-    """A Llama patched by Liger computes the loss and gradients of the unpatched one."""
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
-    from transformers import LlamaConfig, LlamaForCausalLM
+SMALL = dict(
+    vocab_size=1000,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=16,
+    pad_token_id=0,
+)
+# family → (transformers' class prefix, what is particular about its head)
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {}),
+    "qwen2": ("Qwen2", dict(tie_word_embeddings=True)),
+    "qwen3": ("Qwen3", {}),
+    "gemma2": ("Gemma2", dict(final_logit_softcapping=5.0, tie_word_embeddings=True)),
+    "phi3": ("Phi3", {}),
+    "olmo2": ("Olmo2", {}),
+}
 
+
+@pytest.mark.parametrize("num_items", [None, 17])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_patched_hugging_face_models(enabled, family, num_items):
+    """A model patched by Liger (on a CPU only its loss) has the loss and the gradients of the unpatched one."""
+    import inspect
+
+    import liger_kernel.transformers as patches
+    import transformers
+
+    prefix, particular = FAMILIES[family]
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=1000,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    plain = LlamaForCausalLM(config)
+    config = getattr(transformers, f"{prefix}Config")(**SMALL, **particular)
+    plain = getattr(transformers, f"{prefix}ForCausalLM")(config)
     fused = copy.deepcopy(plain)
-    apply_liger_kernel_to_llama(
-        rope=False,
-        swiglu=False,
-        rms_norm=False,
-        cross_entropy=False,
-        fused_linear_cross_entropy=True,
-        model=fused,
-    )
-    ids = torch.randint(0, 1000, (2, 17))
+    patch = getattr(patches, f"apply_liger_kernel_to_{family}")
+    flags = [p for p in inspect.signature(patch).parameters if p != "model"]
+    patch(**{flag: flag == "fused_linear_cross_entropy" for flag in flags}, model=fused)
+    ids = torch.randint(1, 1000, (2, 17))
     labels = ids.clone()
     labels[0, :5] = -100
-    losses = [model(input_ids=ids, labels=labels).loss for model in (plain, fused)]
+    extra = {} if num_items is None else dict(num_items_in_batch=torch.tensor(num_items))
+    with count_calls() as calls:
+        losses = [model(input_ids=ids, labels=labels, **extra).loss for model in (plain, fused)]
+    assert calls == [1], "the patched model, and only it, runs our operator"
     for loss in losses:
         loss.backward()
     assert_close(losses[1], losses[0].double(), FLOAT32, "loss")
     for (name, a), b in zip(plain.named_parameters(), fused.parameters(), strict=True):
         assert_close(b.grad, a.grad, FLOAT32, name)
+
+
+@contextlib.contextmanager
+def count_calls():
+    """Counts calls of our operator while it is open."""
+    import liger_cutedsl.function as module
+
+    original, calls = module.run, [0]
+
+    def counted(*arguments):
+        calls[0] += 1
+        return original(*arguments)
+
+    module.run = counted
+    try:
+        yield calls
+    finally:
+        module.run = original
