@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from liger_cutedsl.objective import LossOutput
-from liger_cutedsl.problem import Problem
+from liger_cutedsl.problem import Problem, is_dtensor
 from liger_cutedsl.routing import Settings
 
 _FSDP_OR_TP = (
@@ -11,10 +11,6 @@ _FSDP_OR_TP = (
     "that owns it, or pass weight.full_tensor(). Under tensor parallelism x is the same on every rank: pass it as "
     "DTensor.from_local(x, mesh, [Replicate()]), or call vocab_parallel_fused_linear_cross_entropy on the local tensors"
 )
-
-
-def is_dtensor(value) -> bool:
-    return type(value).__name__ == "DTensor"
 
 
 def run_dtensor(problem: Problem, settings: Settings) -> LossOutput:

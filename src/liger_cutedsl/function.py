@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from liger_cutedsl.dtensor import is_dtensor, run_dtensor
+from liger_cutedsl.dtensor import run_dtensor
 from liger_cutedsl.engines import make_engine
 from liger_cutedsl.objective import LossOutput
 from liger_cutedsl.options import LossOptions
-from liger_cutedsl.problem import Gradients, Problem, WantedGradients, check_tensors, wanted_gradients
+from liger_cutedsl.problem import Gradients, Problem, WantedGradients, check_tensors, is_dtensor, wanted_gradients
 from liger_cutedsl.routing import Route, Settings, choose_route, warn_about_fallback
 from liger_cutedsl.rows import NotDense, Rows, TargetCheck
 from liger_cutedsl.schedules.kept import KeptGradients
@@ -47,8 +47,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         rows = Rows(keep, drop)
         with torch.no_grad():
             problem = None if inputs[0] is None else rows.compact(Problem(*inputs, options, dense))
-            upstream = grad_output[keep] if keep is not None and grad_output.dim() else grad_output
-            found = rows.spread_gradients(_gradients(problem, route, wanted, ctx.state, upstream))
+            found = rows.spread_gradients(_gradients(problem, route, wanted, ctx.state, rows.select(grad_output)))
         gradients = [found.x, found.weight, found.bias]
         if torch.is_grad_enabled():  # create_graph=True: a second derivative must fail, not vanish
             gradients = [g if g is None else _NoSecondDerivative.apply(g.requires_grad_()) for g in gradients]
@@ -143,9 +142,7 @@ def run_with_gradients(
         output, state = _schedule(route).forward(make_engine(route.engine), problem, route, wanted)
         if not wanted:
             return rows.spread_output(output), Gradients()
-        upstream = torch.ones_like(output.loss) if token_grad_output is None else token_grad_output
-        if token_grad_output is not None and rows.keep is not None:
-            upstream = upstream[rows.keep]
+        upstream = torch.ones_like(output.loss) if token_grad_output is None else rows.select(token_grad_output)
         gradients = _gradients(problem, route, wanted, state, upstream)
         return rows.spread_output(output), rows.spread_gradients(gradients)
 

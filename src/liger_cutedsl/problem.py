@@ -159,12 +159,16 @@ def check_tensors(problem: Problem, empty_shard: bool = False) -> None:
             raise ValueError(f"{name} must have shape (V,) = ({weight.shape[0]},), got {tuple(vector.shape)}")
 
 
+def is_dtensor(value) -> bool:
+    return type(value).__name__ == "DTensor"
+
+
 def _check_tensor(name, value, optional) -> None:
     if value is None and optional:
         return
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor{' or None' if optional else ''}, got {type(value)}")
-    if type(value).__name__ == "DTensor":
+    if is_dtensor(value):
         raise TypeError(
             f"{name} is a DTensor, which only goes with a weight and an x that are: pass {name}.full_tensor()"
         )

@@ -24,6 +24,10 @@ class Rows:
             return problem
         return replace(problem, x=problem.x[self.keep], target=problem.target[self.keep], dense=True)
 
+    def select(self, values: torch.Tensor) -> torch.Tensor:
+        """The kept rows of per-row values (N, …), the opposite of spread. Scalars stay."""
+        return values if self.keep is None or values.dim() == 0 else values[self.keep]
+
     def spread(self, values: torch.Tensor | None, fill) -> torch.Tensor | None:
         """Per-row results (n_valid, …) in the places of their rows (N, …), fill elsewhere. Scalars stay."""
         if self.keep is None or values is None or values.dim() == 0:

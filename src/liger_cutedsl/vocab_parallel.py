@@ -151,8 +151,7 @@ class _VocabParallel(torch.autograd.Function):
         rows = Rows(keep, drop)
         problem = Problem(*tensors, options)
         local = shard.local(replace(rows.compact(problem), dense=dense))
-        upstream = grad_output[keep] if keep is not None and grad_output.dim() else grad_output
-        found = _backward(local, route, wanted, state, upstream, shard)
+        found = _backward(local, route, wanted, state, rows.select(grad_output), shard)
         found = rows.spread_gradients(found)
         padding = problem.vocab - shard.valid
         weight, bias = (_padded(g, padding) for g in (found.weight, found.bias))
@@ -166,9 +165,14 @@ def _route(local: Problem, wanted: WantedGradients, settings: Settings) -> Route
     return choose_route(local, wanted, settings)
 
 
+def _target_here(local: Problem) -> torch.Tensor:
+    """(N,) bool: whether the shard holds the target's column."""
+    return (local.target >= 0) & (local.target < local.vocab)
+
+
 def _local_statistics(local: Problem, route: Route) -> RowStatistics:
     """Row statistics over the shard; for targets elsewhere target_logit is −inf."""
-    here = (local.target >= 0) & (local.target < local.vocab)
+    here = _target_here(local)
     if local.vocab == 0:
         nothing = torch.full((local.tokens,), -torch.inf, dtype=local.compute_dtype, device=local.device)
         return RowStatistics(nothing, nothing, torch.zeros_like(nothing), here.long(), nothing)
@@ -181,7 +185,7 @@ def _gathered(
 ) -> tuple[RowStatistics, RowWeights]:
     """The statistics over the whole vocabulary, from one all-gather of all ranks' packed numbers."""
     options, weighted = whole.options, whole.ce_weight is not None
-    here = (local.target >= 0) & (local.target < local.vocab)
+    here = _target_here(local)
     columns = [stats.lse, stats.target_logit]
     if options.smoothing:
         columns.append(stats.weighted_sum)

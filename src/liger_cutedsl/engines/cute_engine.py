@@ -101,10 +101,8 @@ class CuteEngine:
         maxima, _ = capped(part, maxima, arguments)
         if part.argmax:
             largest, first_tile = maxima.max(dim=1, keepdim=True)
-            arguments["best"] = (
-                largest[:, 0],
-                arguments["is_max"].gather(1, first_tile)[:, 0].long(),
-            )  # NO_COLUMN if NaN
+            column = arguments["is_max"].gather(1, first_tile)  # NO_COLUMN if NaN
+            arguments["best"] = (largest[:, 0], column[:, 0].long())
         return self._folded(arguments, lambda: fold_exp(maxima, sums, headroom)), maxima
 
     def scale_chunk(
