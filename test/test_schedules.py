@@ -10,7 +10,7 @@ import liger_cutedsl
 from liger_cutedsl import LossOptions, fused_linear_cross_entropy
 from liger_cutedsl.problem import Problem
 from liger_cutedsl.rows import TargetCheck
-from reference import Case, check_case
+from reference import GRADIENT_BOUND, Case, assert_close, check_case, reference
 
 X, W = torch.randn(2000, 64, requires_grad=True), torch.randn(20000, 64, requires_grad=True)
 
@@ -33,7 +33,8 @@ def test_budget_decides_between_schedules():
     assert routes[2].tile_width > routes[3].tile_width
     for route, mb in zip(routes, (500, 100, 20, 10), strict=True):
         assert route.workspace_bytes <= mb * 2**20
-    assert [r.gemms for r in routes] == [3, 3, 4, 4]
+    assert [r.gemms for r in routes[:2]] == [3, 3]
+    assert all(r.gemms == 4 - r.kept / 20000 for r in routes[2:])
     assert "does not fit 20 MiB" in routes[2].reason
     assert "3 GEMMs" in str(routes[0]) and "MiB workspace" in str(routes[0])
 
@@ -49,7 +50,9 @@ def test_a_wider_accumulator_counts_against_the_budget():
 
 def test_explain_counts_the_gemms_that_run():
     assert liger_cutedsl.explain(X, W.detach()).gemms == 2
-    assert liger_cutedsl.explain(X.detach(), W, schedule="recompute").gemms == 3
+    assert liger_cutedsl.explain(X, W.detach(), schedule="recompute").gemms == 3
+    kept = liger_cutedsl.explain(X.detach(), W, schedule="recompute").kept
+    assert liger_cutedsl.explain(X.detach(), W, schedule="recompute").gemms == 3 - kept / 20000
     with torch.no_grad():
         assert liger_cutedsl.explain(X, W).gemms == 1
         assert liger_cutedsl.explain(X, W).schedule == "recompute"
@@ -95,6 +98,43 @@ def test_single_pass_keeps_no_inputs():
         weight.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_recompute_keeps_exponentials_in_the_memory_of_dw():
+    x, weight = torch.randn(40, 64, requires_grad=True), torch.randn(1000, 64, requires_grad=True)
+    target = torch.randint(0, 1000, (40,))
+    kept = liger_cutedsl.explain(x, weight, target, schedule="recompute").kept
+    assert kept == 576  # of at most 1000·64/(40 + 64), in tiles of 192
+    loss = fused_linear_cross_entropy(x, weight, target, schedule="recompute")
+    lent = loss.grad_fn.state.lent
+    e, memory = lent.e, lent.weight_gradient.data_ptr()
+    assert e.untyped_storage().data_ptr() == lent.weight_gradient.untyped_storage().data_ptr()
+    assert e.data_ptr() >= lent.weight_gradient[kept:].data_ptr(), "dW's first rows reach into the exponentials"
+    logits = x.detach() @ weight.detach().t()
+    largest = logits[:, 192:384].amax(dim=1, keepdim=True)
+    torch.testing.assert_close(e[:, 192:384], torch.exp(logits[:, 192:384] - largest))
+    del e, lent
+    loss.backward()
+    assert weight.grad.data_ptr() == memory, "the gradient was copied on its way to weight.grad"
+    assert loss.grad_fn.state.lent is None
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_recompute_without_its_exponentials(place, reduction):
+    """They serve one backward. Those that keep the graph, and any that comes after, recompute everything."""
+    if place.schedule != "recompute":
+        pytest.skip("about recompute")
+    options = dict(reduction=reduction, softcap=5.0, label_smoothing=0.1)
+    case = Case(tokens=100, hidden=64, vocab=1000, dtype=place.dtypes[0], device=place.device, options=options)
+    x, weight, target, *_ = case.tensors()
+    loss = fused_linear_cross_entropy(x, weight, target, **place.call, **options)
+    upstream = torch.full_like(loss, 2.0)
+    bound = GRADIENT_BOUND[case.dtype]
+    _, grads = reference(x, weight, target, None, None, LossOptions(**options), upstream)
+    for retain in (True, True, False):
+        found = torch.autograd.grad(loss, (x, weight), upstream, retain_graph=retain)
+        for name, got, want in zip(("dx", "dW"), found, grads, strict=False):
+            assert_close(got, want, bound, f"{name}, retain_graph={retain}")
 
 
 def test_gradients_are_scaled_by_any_upstream_gradient():

@@ -32,7 +32,7 @@ from liger_cutedsl.problem import Problem
 class RowStatistics:
     """What a forward pass over the vocabulary leaves behind, each (N,) in the compute dtype.
 
-    lse: log Σ_v exp z_iv.  target_logit: z_it; rows without a target in range hold anything.
+    lse: log Σ_v exp z_iv.  target_logit: z_it; −∞ in rows without a target in range.
     weighted_sum: Σ_v w_v z_iv, or None.  argmax: int64, the first v of the largest z_iv, or None.
     max_logit: that z_iv, where argmax is there.
     """
@@ -42,6 +42,31 @@ class RowStatistics:
     weighted_sum: torch.Tensor | None = None
     argmax: torch.Tensor | None = None
     max_logit: torch.Tensor | None = None
+
+
+def combined(pieces: list[RowStatistics], combine) -> RowStatistics:
+    """Each field of the pieces through torch.cat, for those of slices of the rows, or torch.stack for over_parts."""
+
+    def field(name):
+        values = [getattr(piece, name) for piece in pieces]
+        return None if values[0] is None else combine(values)
+
+    return RowStatistics(*(field(name) for name in ("lse", "target_logit", "weighted_sum", "argmax", "max_logit")))
+
+
+def over_parts(parts: RowStatistics) -> RowStatistics:
+    """The statistics over a vocabulary from those over its parts, in ascending order: each field (parts, N)."""
+    argmax = max_logit = None
+    if parts.argmax is not None:
+        first = parts.max_logit.argmax(dim=0, keepdim=True)  # the first part of equals, and so the first column
+        argmax, max_logit = parts.argmax.gather(0, first)[0].long(), parts.max_logit.gather(0, first)[0]
+    return RowStatistics(
+        lse=torch.logsumexp(parts.lse, dim=0),
+        target_logit=parts.target_logit.amax(dim=0),
+        weighted_sum=None if parts.weighted_sum is None else parts.weighted_sum.sum(dim=0),
+        argmax=argmax,
+        max_logit=max_logit,
+    )
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,17 @@ class Problem:
         """The same for a slice of the rows."""
         return replace(self, x=self.x[rows], target=self.target[rows])
 
+    def of_columns(self, columns: slice) -> Problem:
+        """The same for entries of the vocabulary from columns.start on; targets elsewhere are out of its range."""
+        start = columns.start or 0
+        return replace(
+            self,
+            weight=self.weight[columns],
+            target=self.target - start if start else self.target,
+            bias=None if self.bias is None else self.bias[columns],
+            ce_weight=None if self.ce_weight is None else self.ce_weight[columns],
+        )
+
     def for_kernels(self, dtype: torch.dtype) -> Problem:
         """The same problem as the kernels read it: x and weight in dtype, the vectors in the compute dtype."""
         compute = torch.float64 if dtype == torch.float64 else torch.float32

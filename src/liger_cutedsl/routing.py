@@ -34,7 +34,8 @@ class Route:
     engine: "cute" (CuTe DSL GEMMs), "triton" (Liger-Kernel's own operator) or "torch".
     schedule: "recompute" or "single_pass"; "liger" is what the triton engine brings along.
     dtype: what x and weight are multiplied in.
-    tile_width: columns of a vocabulary tile of recompute.  chunk: tokens of a chunk of single_pass.
+    tile_width: columns of a vocabulary tile of recompute.  kept: columns whose exponentials it keeps, in dW's memory,
+        instead of recomputing them.  chunk: tokens of a chunk of single_pass.
     gemms: large matrix products, forward and backward, of 2·N·V·H operations each.
     workspace_bytes: predicted memory beyond inputs, outputs and gradients; 0 where not known (triton).
     reason: why, in words.  fallback: whether a GPU call runs without the CuTe engine.
@@ -45,8 +46,9 @@ class Route:
     dtype: torch.dtype
     reason: str
     tile_width: int = 0
+    kept: int = 0
     chunk: int = 0
-    gemms: int = 0
+    gemms: float = 0
     workspace_bytes: int = 0
     fallback: bool = False
 
@@ -54,10 +56,11 @@ class Route:
         parts = [f"{self.engine} / {self.schedule}"]
         if self.schedule == "recompute":
             parts.append(f"tiles of {self.tile_width} columns")
+            parts += [f"{self.kept} kept"] if self.kept else []
         if self.schedule == "single_pass":
             parts.append(f"chunks of {self.chunk} tokens")
         if self.workspace_bytes:
-            parts += [f"{self.gemms} GEMMs", f"{self.workspace_bytes / 2**20:.0f} MiB workspace"]
+            parts += [f"{self.gemms:.3g} GEMMs", f"{self.workspace_bytes / 2**20:.0f} MiB workspace"]
         return f"{', '.join(parts)}: {self.reason}"
 
 
@@ -146,7 +149,8 @@ def _single_pass_route(engine: str, problem: Problem, wanted: WantedGradients, b
 def _recompute_route(engine: str, problem: Problem, wanted: WantedGradients, budget: int, reason: str) -> Route:
     runner = make_engine(engine)
     fixed, column = recompute.accumulator_bytes(problem, wanted), runner.column_bytes(problem)
-    width = runner.tile_width(problem, fitting_width(problem.vocab, column, budget - fixed))
+    kept = recompute.kept_columns(runner, problem, wanted)
+    width = runner.tile_width(problem, fitting_width(problem.vocab - kept, column, budget - fixed), kept)
     backward = fixed + column * (width + SPARE_COLUMNS) if wanted else 0
     return Route(
         engine,
@@ -154,12 +158,13 @@ def _recompute_route(engine: str, problem: Problem, wanted: WantedGradients, bud
         problem.gemm_dtype,
         reason,
         tile_width=width,
-        gemms=_gemms(4, wanted) if wanted else 1,
-        workspace_bytes=max(backward, runner.forward_bytes(problem, width)),
+        kept=kept,
+        gemms=_gemms(4 - kept / problem.vocab, wanted) if wanted else 1,
+        workspace_bytes=max(backward, runner.forward_bytes(problem, width, kept)),
     )
 
 
-def _gemms(all_of_them: int, wanted: WantedGradients) -> int:
+def _gemms(all_of_them: float, wanted: WantedGradients) -> float:
     """Without dX or dW, a GEMM less each."""
     return all_of_them - (wanted.x is None) - (wanted.weight is None)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from liger_cutedsl.engines import make_engine
 from liger_cutedsl.epilogues import EXACT_INDICES
-from liger_cutedsl.objective import LossOutput, RowStatistics, RowWeights, loss_terms, row_weights
+from liger_cutedsl.objective import LossOutput, RowStatistics, RowWeights, loss_terms, over_parts, row_weights
 from liger_cutedsl.options import LossOptions
 from liger_cutedsl.problem import Problem, WantedGradients, check_tensors, wanted_gradients
 from liger_cutedsl.routing import Route, Settings, choose_route
@@ -54,18 +54,7 @@ class VocabShard:
 
     def local(self, problem: Problem) -> Problem:
         """The problem over this shard's own columns; targets elsewhere are out of its range."""
-        columns = slice(0, self.valid)
-
-        def cut(vector):
-            return None if vector is None else vector[columns]
-
-        return replace(
-            problem,
-            weight=problem.weight[columns],
-            target=problem.target - self.start,
-            bias=cut(problem.bias),
-            ce_weight=cut(problem.ce_weight),
-        )
+        return replace(problem, target=problem.target - self.start).of_columns(slice(0, self.valid))
 
 
 def vocab_parallel_fused_linear_cross_entropy(
@@ -132,9 +121,10 @@ class _VocabParallel(torch.autograd.Function):
         local = shard.local(whole)
         route = _route(local, wanted, settings)
         kept = local.for_kernels(route.dtype)
-        stats, weights = _gathered(shard, whole, kept, _local_statistics(kept, route))
+        stats, lent = _local_statistics(kept, route, wanted)
+        stats, weights = _gathered(shard, whole, kept, stats)
         output = rows.spread_output(loss_terms(stats, weights, whole))
-        state = recompute.RecomputeState(RowStatistics(stats.lse, stats.target_logit), weights)
+        state = recompute.RecomputeState(RowStatistics(stats.lse, stats.target_logit), weights, lent)
         ctx.save_for_backward(x, weight, problem.target, bias, problem.ce_weight, rows.keep, rows.drop)
         ctx.call = (problem.options, whole.dense, shard, wanted, route, state)
         ctx.mark_non_differentiable(*(metric for metric in output[1:] if metric is not None))
@@ -170,14 +160,15 @@ def _target_here(local: Problem) -> torch.Tensor:
     return (local.target >= 0) & (local.target < local.vocab)
 
 
-def _local_statistics(local: Problem, route: Route) -> RowStatistics:
-    """Row statistics over the shard; for targets elsewhere target_logit is −inf."""
-    here = _target_here(local)
+def _local_statistics(
+    local: Problem, route: Route, wanted: WantedGradients
+) -> tuple[RowStatistics, recompute.LentExponentials | None]:
+    """Row statistics over the shard, and what its backward need not recompute."""
     if local.vocab == 0:
         nothing = torch.full((local.tokens,), -torch.inf, dtype=local.compute_dtype, device=local.device)
-        return RowStatistics(nothing, nothing, torch.zeros_like(nothing), here.long(), nothing)
-    stats = make_engine(route.engine).row_statistics(local, route.tile_width)
-    return replace(stats, target_logit=stats.target_logit.masked_fill(~here, -torch.inf))
+        column = torch.zeros(local.tokens, dtype=torch.int64, device=local.device)
+        return RowStatistics(nothing, nothing, torch.zeros_like(nothing), column, nothing), None
+    return recompute.statistics(make_engine(route.engine), local, route, wanted)
 
 
 def _gathered(
@@ -203,17 +194,13 @@ def _gathered(
     dist.all_gather_into_tensor(everyone, packed, group=shard.group)
     everyone = everyone.view(world, -1)
     numbers = iter(everyone[:, 4:].view(world, len(columns), whole.tokens).unbind(1))
-    lse, target_logit = torch.logsumexp(next(numbers), dim=0), next(numbers).amax(dim=0)
-    lse = _check_shards(shard, lse, everyone[:, :3])
-    weighted_sum = next(numbers).sum(dim=0) if options.smoothing else None
-    argmax = None
+    parts = RowStatistics(next(numbers), next(numbers), next(numbers) if options.smoothing else None)
     if options.needs_argmax:
-        largest, index = next(numbers), next(numbers)
-        first = largest.argmax(dim=0, keepdim=True)  # the first rank of equals, and so the first column
-        argmax = index.gather(0, first)[0].long()
+        parts = replace(parts, max_logit=next(numbers), argmax=next(numbers))
     target_weight = next(numbers).sum(dim=0) if weighted else None
     weights = _row_weights(shard, whole, target_weight, everyone[:, 3].sum() if weighted else float(shard.vocab))
-    return RowStatistics(lse, target_logit, weighted_sum, argmax), weights
+    stats = over_parts(parts)
+    return replace(stats, lse=_check_shards(shard, stats.lse, everyone[:, :3])), weights
 
 
 _known_shards: dict[tuple, torch.Tensor] = {}

@@ -39,36 +39,46 @@ class CuteEngine:
         self._after_first_launch = after_first_launch
 
     def _headroom(self, problem: Problem) -> int:
-        return EXP_HEADROOM_FP16 if self.dz_dtype(problem) == torch.float16 else 0
+        return EXP_HEADROOM_FP16 if problem.x.dtype == torch.float16 else 0
 
-    def dz_dtype(self, problem: Problem) -> torch.dtype:
-        return problem.x.dtype
+    def dz_dtype(self, gemm_dtype: torch.dtype) -> torch.dtype:
+        return gemm_dtype
 
     def column_bytes(self, problem: Problem) -> int:
         """Workspace a column of a vocabulary tile takes: dz, and for fp16 a row of dW in fp32 (see recompute.py)."""
-        fp32_row = 4 * problem.hidden if problem.x.dtype == torch.float16 else 0
-        return problem.x.dtype.itemsize * problem.tokens + fp32_row
+        fp32_row = 4 * problem.hidden if problem.gemm_dtype == torch.float16 else 0
+        return problem.gemm_dtype.itemsize * problem.tokens + fp32_row
 
-    def tile_width(self, problem: Problem, fitting: int) -> int:
-        """The width for which the tile's GEMMs fill the GPU best, among those that fit."""
+    def tile_width(self, problem: Problem, fitting: int, kept: int) -> int:
+        """The width for which the GEMMs of the tiles behind the first `kept` columns fill the GPU best, among those
+        that fit."""
         narrowest = NARROWEST_TILE if fitting > TILE_QUANTUM else NARROWEST_WHERE_NONE_FITS
         widest = min(max(fitting, narrowest), WIDEST_TILE)
-        return self._waves("backward", problem).best_width(problem.vocab, problem.tokens, problem.hidden, widest)
+        return self._waves("backward", problem).best_width(problem.vocab - kept, problem.tokens, problem.hidden, widest)
 
-    def forward_bytes(self, problem: Problem, tile_width: int) -> int:
-        """The partial results of the forward reductions."""
-        tiles = -(-problem.vocab // tile_of("forward", problem.x).tile_n)
+    def forward_bytes(self, problem: Problem, tile_width: int, kept: int) -> int:
+        """The partial results of the forward reductions, and of those of the kept columns."""
+        tiles = -(-(problem.vocab - kept) // tile_of("forward", problem.x).tile_n)
         options = problem.options
-        return problem.tokens * tiles * (4 + 4 * options.smoothing + 8 * options.needs_argmax)
+        per_row = tiles * (4 + 4 * options.smoothing + 8 * options.needs_argmax)
+        return problem.tokens * (per_row + self._exp_partials(problem, kept))
+
+    def exp_tile(self, problem: Problem) -> int:
+        """Columns that share a maximum in exp_chunk."""
+        return tile_of(_exp_kind(problem), problem.x).tile_n
+
+    def _exp_partials(self, problem: Problem, columns: int) -> int:
+        """Bytes a row of the partial results of exp_chunk."""
+        options, tiles = problem.options, -(-columns // self.exp_tile(problem))
+        return tiles * (8 + 4 * (options.smoothing + options.needs_argmax + (options.softcap is not None)))
 
     def gemm_operand(self, matrix: torch.Tensor) -> torch.Tensor:
         return matrix
 
     def chunk_bytes(self, problem: Problem, rows: int) -> int:
         """Workspace of a chunk of `rows` tokens: exponentials, and the partial results of its reductions."""
-        options, tiles = problem.options, -(-problem.vocab // tile_of(_exp_kind(problem), problem.x).tile_n)
-        partials = tiles * (8 + 4 * (options.smoothing + options.needs_argmax + (options.softcap is not None)))
-        return rows * (problem.x.dtype.itemsize * (problem.vocab + 8) + partials)
+        row = problem.gemm_dtype.itemsize * (problem.vocab + 8)
+        return rows * (row + self._exp_partials(problem, problem.vocab))
 
     def chunk_size(self, problem: Problem, fitting: int) -> int:
         """The chunk for which the GEMMs fill the GPU best, among those that fit."""
@@ -110,7 +120,7 @@ class CuteEngine:
     ) -> None:
         """Turns exponentials (n, V) into dz in place, the targets' own entries exact."""
         if self._launch:
-            dz_of_exp(problem, e, tile_max, lse, rows, tile_of(_exp_kind(problem), e).tile_n, self._headroom(problem))
+            dz_of_exp(problem, e, tile_max, lse, rows, self.exp_tile(problem), self._headroom(problem))
 
     def _row_arguments(self, kernel: str, part: Epilogue, problem: Problem) -> tuple[dict, GemmTile, bool]:
         """(arguments, tile, ragged): operands and outputs that the kernels over the whole vocabulary share.

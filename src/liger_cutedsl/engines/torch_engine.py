@@ -34,20 +34,21 @@ class TorchEngine:
         self._dz_dtype = dz_dtype
 
     def _headroom(self, problem: Problem) -> int:
-        return EXP_HEADROOM_FP16 if self.dz_dtype(problem) == torch.float16 else 0
+        return EXP_HEADROOM_FP16 if self.dz_dtype(problem.x.dtype) == torch.float16 else 0
 
-    def dz_dtype(self, problem: Problem) -> torch.dtype:
-        return self._dz_dtype or problem.compute_dtype
+    def dz_dtype(self, gemm_dtype: torch.dtype) -> torch.dtype:
+        """What dz, and exponentials, are stored in for matrices multiplied in gemm_dtype."""
+        return self._dz_dtype or torch.promote_types(gemm_dtype, torch.float32)
 
     def column_bytes(self, problem: Problem) -> int:
         """Workspace a column of a vocabulary tile takes: some six (N, tile) temporaries, and a widened row of W."""
         return problem.compute_dtype.itemsize * (6 * problem.tokens + problem.hidden)
 
-    def tile_width(self, problem: Problem, fitting: int) -> int:
+    def tile_width(self, problem: Problem, fitting: int, kept: int) -> int:
         return min(fitting, 8192)  # wider tiles gain nothing
 
-    def forward_bytes(self, problem: Problem, tile_width: int) -> int:
-        return self.column_bytes(problem) * tile_width
+    def forward_bytes(self, problem: Problem, tile_width: int, kept: int) -> int:
+        return self.column_bytes(problem) * max(tile_width, self.exp_tile(problem) if kept else 0)
 
     def gemm_operand(self, x: torch.Tensor) -> torch.Tensor:
         """A matrix in the dtype this engine multiplies in."""
@@ -79,13 +80,14 @@ class TorchEngine:
         acc = self._accumulator(self.gemm_operand(problem.x), problem, tile)
         out.copy_(backward_epilogue(part)(acc, **values)["D"])
 
-    # Columns that share a maximum in exp_chunk. Its tile is as wide as the CuTe engine's, so that tests see its edges.
-    exp_tile = 192
+    def exp_tile(self, problem: Problem) -> int:
+        """Columns that share a maximum in exp_chunk: as many as in the CuTe engine, so that tests see their edges."""
+        return 192
 
     def chunk_bytes(self, problem: Problem, rows: int) -> int:
         """Workspace of a chunk of `rows` tokens: exponentials, and some six temporaries of a tile."""
         itemsize = problem.compute_dtype.itemsize
-        return itemsize * (rows * (problem.vocab + 8 * self.exp_tile) + problem.tokens * 8)
+        return itemsize * (rows * (problem.vocab + 8 * self.exp_tile(problem)) + problem.tokens * 8)
 
     def chunk_size(self, problem: Problem, fitting: int) -> int:
         return fitting
@@ -95,7 +97,7 @@ class TorchEngine:
         part = Epilogue.of(problem)
         epilogue, prepass = exp_epilogue(part, self._headroom(problem)), exp_prepass(part)
         x, fold, maxima = self.gemm_operand(problem.x), _RowFold(problem), []
-        for tile in vocabulary_tiles(problem.vocab, self.exp_tile):
+        for tile in vocabulary_tiles(problem.vocab, self.exp_tile(problem)):
             acc = self._accumulator(x, problem, tile)
             values = _operand_values(part.forward_operands, problem, tile)
             u = prepass(acc, **{name: values[name] for name in values if name == "bias"})["tile_max"]
@@ -115,7 +117,7 @@ class TorchEngine:
     ) -> None:
         """Turns exponentials (n, V) into dz in place, the targets' own entries exact."""
         part = Epilogue.of(problem)
-        for index, tile in enumerate(vocabulary_tiles(problem.vocab, self.exp_tile)):
+        for index, tile in enumerate(vocabulary_tiles(problem.vocab, self.exp_tile(problem))):
             names = (*part.logit_operands, *(("ce_weight",) * part.ce_weight))
             values = _operand_values(names, problem, tile)
             for name, column in (("lse", lse), ("row_a", rows.a), ("row_c", rows.c), ("m", maxima[:, index])):
@@ -153,7 +155,7 @@ class _RowFold:
         vector = {"dtype": problem.compute_dtype, "device": problem.device}
         self.target = problem.target
         self.lse = torch.full((n,), -torch.inf, **vector)
-        self.target_logit = torch.zeros(n, **vector)
+        self.target_logit = torch.full((n,), -torch.inf, **vector)
         self.weighted_sum = torch.zeros(n, **vector) if options.smoothing else None
         self.largest = self.argmax = None
         if options.needs_argmax:

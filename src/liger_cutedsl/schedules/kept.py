@@ -21,7 +21,7 @@ class KeptGradients:
         """Handed over, scaled in place; or scaled copies, while the graph is kept for another backward."""
         factor = grad_output if self.scale == 1.0 else grad_output / self.scale
         gradients = self.gradients
-        if _graph_is_kept():
+        if graph_is_kept():
             return gradients.scaled(factor)
         self.gradients = None
         for gradient in (gradients.x, gradients.weight, gradients.bias):
@@ -30,7 +30,7 @@ class KeptGradients:
         return gradients
 
 
-def _graph_is_kept() -> bool:
+def graph_is_kept() -> bool:
     """Whether the running backward leaves the graph usable (retain_graph, create_graph). False outside of one."""
     running = torch._C._current_graph_task_id() != -1
     return running and torch._C._autograd._get_current_graph_task_keep_graph()

@@ -6,6 +6,13 @@
 
 Four GEMMs. The upstream gradient is known when dz is computed, so it enters the rows' coefficients: per-token
 gradients (reduction="none") and any loss scale cost nothing.
+
+Where dW is wanted, its memory is taken in forward already, and lent: the exponentials of the vocabulary's first
+columns lie in it, behind the rows of dW that will be written from them. Backward begins with these, before any other
+row of dW is written. That saves their share of the fourth GEMM, H/(N + H) of it, and costs no memory.
+
+    forward   e = exp(x·W[:kept]ᵀ − tile maximum), with the tiles' maxima and sums; the rest store-free as above
+    backward  dz = e scaled by each row's coefficients, in place; dW[:kept], dX, db from it; then the rest tile by tile
 """
 
 from __future__ import annotations
@@ -21,12 +28,15 @@ from liger_cutedsl.objective import (
     RowCoefficients,
     RowStatistics,
     RowWeights,
+    combined,
     loss_terms,
+    over_parts,
     row_coefficients,
     row_weights,
 )
 from liger_cutedsl.problem import Gradients, Problem, WantedGradients
-from liger_cutedsl.schedules.tiling import SPARE_COLUMNS, vocabulary_tiles
+from liger_cutedsl.schedules.kept import graph_is_kept
+from liger_cutedsl.schedules.tiling import SPARE_COLUMNS, Tile, vocabulary_tiles
 
 if TYPE_CHECKING:
     from liger_cutedsl.routing import Route
@@ -36,12 +46,33 @@ if TYPE_CHECKING:
 FP16_HEADROOM = 2.0**14
 
 
-@dataclass(frozen=True)
+ALIGNMENT = 128  # bytes, of the first exponential: TMA wants 16, a cache line has 128
+ROW_MULTIPLE = 8  # columns whose exponentials are kept, where they are less than a tile: rows of 16 bytes
+
+
+@dataclass
+class LentExponentials:
+    """exp(z − tile maximum) of the first columns, in memory lent by dW: e (N, kept), maxima (N, tiles), dW (V, H)."""
+
+    e: torch.Tensor
+    maxima: torch.Tensor
+    weight_gradient: torch.Tensor
+
+
+@dataclass
 class RecomputeState:
-    """What backward needs from forward: three (N,) vectors."""
+    """What backward needs from forward: three (N,) vectors, and what dW's memory holds until then."""
 
     stats: RowStatistics
     rows: RowWeights
+    lent: LentExponentials | None = None
+
+    def take_lent(self) -> LentExponentials | None:
+        """The exponentials, once: they turn into dz where they lie. A backward that keeps its graph recomputes all."""
+        if graph_is_kept():
+            return None
+        lent, self.lent = self.lent, None
+        return lent
 
 
 def accumulator_bytes(problem: Problem, wanted: WantedGradients) -> int:
@@ -51,11 +82,48 @@ def accumulator_bytes(problem: Problem, wanted: WantedGradients) -> int:
     return problem.tokens * problem.hidden * problem.compute_dtype.itemsize
 
 
+def kept_columns(engine, problem: Problem, wanted: WantedGradients) -> int:
+    """How many columns' exponentials dW's memory holds behind the rows that are written from them.
+
+    None for fp16, whose dW goes through a float32 copy that would be as large as what is saved.
+    """
+    e_dtype = engine.dz_dtype(problem.gemm_dtype)
+    if wanted.weight is None or e_dtype == torch.float16 or problem.tokens == 0:
+        return 0
+    row, column = problem.hidden * wanted.weight.itemsize, problem.tokens * e_dtype.itemsize
+    fitting = max(0, problem.vocab * row - 2 * ALIGNMENT) // (row + column)
+    multiple = engine.exp_tile(problem) if fitting >= engine.exp_tile(problem) else ROW_MULTIPLE
+    return fitting // multiple * multiple
+
+
 def forward(engine, problem: Problem, route: Route, wanted: WantedGradients) -> tuple[LossOutput, RecomputeState]:
     problem = problem.for_kernels(route.dtype)
-    stats, rows = engine.row_statistics(problem, route.tile_width), row_weights(problem)
-    kept = RowStatistics(stats.lse, stats.target_logit)
-    return loss_terms(stats, rows, problem), RecomputeState(kept, rows)
+    stats, lent = statistics(engine, problem, route, wanted)
+    rows = row_weights(problem)
+    needed = RowStatistics(stats.lse, stats.target_logit)
+    return loss_terms(stats, rows, problem), RecomputeState(needed, rows, lent)
+
+
+def statistics(
+    engine, problem: Problem, route: Route, wanted: WantedGradients
+) -> tuple[RowStatistics, LentExponentials | None]:
+    """Row statistics, and what backward will not have to recompute."""
+    if not route.kept:
+        return engine.row_statistics(problem, route.tile_width), None
+    weight_gradient = replace(wanted, x=None, bias=None).allocate(problem).weight
+    e = _end_of(weight_gradient, problem.tokens, route.kept, engine.dz_dtype(problem.x.dtype))
+    first, maxima = engine.exp_chunk(problem.of_columns(slice(0, route.kept)), out=e)
+    rest = engine.row_statistics(problem.of_columns(slice(route.kept, None)), route.tile_width)
+    if rest.argmax is not None:
+        rest = replace(rest, argmax=rest.argmax + route.kept)
+    return over_parts(combined([first, rest], torch.stack)), LentExponentials(e, maxima, weight_gradient)
+
+
+def _end_of(matrix: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """A (rows, columns) matrix of another dtype in the last bytes of a contiguous one."""
+    memory, size = matrix.view(-1).view(torch.uint8), rows * columns * dtype.itemsize
+    start = (memory.numel() - size) // ALIGNMENT * ALIGNMENT
+    return memory[start : start + size].view(dtype).view(rows, columns)
 
 
 def backward(
@@ -73,14 +141,20 @@ def backward(
     """
     problem, tile_width = problem.for_kernels(route.dtype), route.tile_width
     coefficients = row_coefficients(state.stats, state.rows, problem.options, grad_output)
-    dz_dtype, unscale = engine.dz_dtype(problem), None
+    dz_dtype, unscale = engine.dz_dtype(problem.x.dtype), None
     if dz_dtype == torch.float16:
         coefficients, unscale = _scaled_for_fp16(coefficients, problem)
-    sink = _GradientSink(engine, problem, wanted, unscale, reduce_dx)
+    lent, first = state.take_lent(), 0
+    sink = _GradientSink(engine, problem, wanted, unscale, reduce_dx, lent)
+    if lent is not None:
+        dz, first = lent.e, lent.e.shape[1]
+        engine.scale_chunk(problem.of_columns(slice(0, first)), dz, lent.maxima, state.stats.lse, coefficients)
+        sink.add(dz, Tile(0, first))
+        del lent
     buffer = torch.empty(problem.tokens, tile_width + SPARE_COLUMNS, dtype=dz_dtype, device=problem.device)
-    fix = coefficients.fix.to(dz_dtype)[:, None]
-    owner, column = problem.target // tile_width, (problem.target % tile_width).long()
-    for index, tile in enumerate(vocabulary_tiles(problem.vocab, tile_width)):
+    fix, target = coefficients.fix.to(dz_dtype)[:, None], problem.target - first
+    owner, column = target // tile_width, (target % tile_width).long()
+    for index, tile in enumerate(vocabulary_tiles(problem.vocab, tile_width, first)):
         dz = buffer[:, : tile.width]
         engine.dz_tile(problem, state.stats.lse, coefficients, tile, out=dz)
         buffer.scatter_(1, column.masked_fill(owner != index, tile_width)[:, None], fix)
@@ -92,11 +166,16 @@ def backward(
 class _GradientSink:
     """Turns tiles of dz into dX, dW and db."""
 
-    def __init__(self, engine, problem: Problem, wanted: WantedGradients, unscale: torch.Tensor | None, reduce_dx):
+    def __init__(self, engine, problem: Problem, wanted: WantedGradients, unscale, reduce_dx, lent):
         self.engine, self.problem, self.wanted, self.unscale = engine, problem, wanted, unscale
         self.x = engine.gemm_operand(problem.x) if wanted.weight is not None else None
         # dX is summed in the compute dtype; its own dtype comes last.
-        self.gradients = replace(wanted, x=wanted.x and problem.compute_dtype).allocate(problem)
+        wanted = replace(wanted, x=wanted.x and problem.compute_dtype)
+        if lent is None:
+            self.gradients = wanted.allocate(problem)
+        else:
+            others = replace(wanted, weight=None).allocate(problem)
+            self.gradients = replace(others, weight=lent.weight_gradient)
         self.reduce_dx, self.pending = reduce_dx, None
 
     def add(self, dz: torch.Tensor, tile) -> None:

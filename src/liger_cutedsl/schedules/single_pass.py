@@ -19,7 +19,7 @@ import torch
 from liger_cutedsl.gemm import matmul
 from liger_cutedsl.objective import (
     LossOutput,
-    RowStatistics,
+    combined,
     loss_terms,
     row_coefficients,
     row_weights,
@@ -59,7 +59,7 @@ def forward(engine, problem: Problem, route: Route, wanted: WantedGradients) -> 
         return recompute.forward(engine, problem, route, wanted)
     sink = _GradientSink(engine, problem, wanted)
     problem = problem.for_kernels(route.dtype)
-    dz_dtype, rows = engine.dz_dtype(problem), row_weights(problem)
+    dz_dtype, rows = engine.dz_dtype(problem.x.dtype), row_weights(problem)
     dz_scale, scale = _fp16_scales(problem) if dz_dtype == torch.float16 else (1.0, 1.0)
     upstream = torch.full((), dz_scale, dtype=problem.compute_dtype, device=problem.device)
     width = -(-problem.vocab // ROW_MULTIPLE) * ROW_MULTIPLE
@@ -74,7 +74,7 @@ def forward(engine, problem: Problem, route: Route, wanted: WantedGradients) -> 
         sink.add(e, part, chunk, alpha=scale / dz_scale)
         pieces.append(stats)
     del buffer, e
-    return loss_terms(_joined(pieces), rows, problem), KeptGradients(sink.finish(), scale)
+    return loss_terms(combined(pieces, torch.cat), rows, problem), KeptGradients(sink.finish(), scale)
 
 
 class _GradientSink:
@@ -109,14 +109,3 @@ def _fp16_scales(problem: Problem) -> tuple[float, float]:
     rows = max(problem.tokens, 1) if problem.options.reduction == "mean" else 1
     whole = 2.0 ** math.floor(math.log2(rows))
     return whole * FP16_DZ, whole * FP16_GRADIENTS
-
-
-def _joined(pieces: list[RowStatistics]) -> RowStatistics:
-    if len(pieces) == 1:
-        return pieces[0]
-
-    def joined(name):
-        values = [getattr(piece, name) for piece in pieces]
-        return None if values[0] is None else torch.cat(values)
-
-    return RowStatistics(*(joined(name) for name in ("lse", "target_logit", "weighted_sum", "argmax", "max_logit")))

@@ -40,10 +40,10 @@ def slices(total: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, total))
 
 
-def vocabulary_tiles(vocab: int, width: int) -> Iterator[Tile]:
-    """Tiles of the given width that cover [0, vocab); the last may be narrower."""
-    for columns in slices(vocab, width):
-        yield Tile(columns.start, columns.stop)
+def vocabulary_tiles(vocab: int, width: int, first: int = 0) -> Iterator[Tile]:
+    """Tiles of the given width that cover [first, vocab); the last may be narrower."""
+    for start in range(first, vocab, width):
+        yield Tile(start, min(start + width, vocab))
 
 
 @dataclass(frozen=True)
