@@ -20,20 +20,24 @@ class Place:
     device: str
     dtypes: tuple[torch.dtype, ...]
     schedule: str = "auto"
+    workspace_mb: float | None = None
 
     @property
     def call(self) -> dict:
-        return dict(engine=self.engine, schedule=self.schedule)
+        return dict(engine=self.engine, schedule=self.schedule, workspace_mb=self.workspace_mb)
 
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 CUTE_DTYPES = (torch.bfloat16, torch.float16)
 PLACES = [
     pytest.param(Place("torch", "cpu", DTYPES), id="torch-cpu"),
-    pytest.param(Place("torch", "cpu", DTYPES, "recompute"), id="torch-cpu-recompute"),
+    # recompute in tiles as narrow as they get, or with all exponentials kept
+    pytest.param(Place("torch", "cpu", DTYPES, "recompute", 0.05), id="torch-cpu-recompute"),
+    pytest.param(Place("torch", "cpu", DTYPES, "recompute"), id="torch-cpu-kept"),
     pytest.param(Place("torch", "cuda", DTYPES), id="torch-cuda", marks=pytest.mark.gpu),
     pytest.param(Place("cute", "cuda", CUTE_DTYPES), id="cute", marks=pytest.mark.gpu),
-    pytest.param(Place("cute", "cuda", CUTE_DTYPES, "recompute"), id="cute-recompute", marks=pytest.mark.gpu),
+    pytest.param(Place("cute", "cuda", CUTE_DTYPES, "recompute", 0.05), id="cute-recompute", marks=pytest.mark.gpu),
+    pytest.param(Place("cute", "cuda", CUTE_DTYPES, "recompute"), id="cute-kept", marks=pytest.mark.gpu),
 ]
 
 

@@ -79,7 +79,7 @@ def test_any_combination(place, options, bias, ce_weight, tokens, vocab, hidden,
     # that holds for the norm of many.
     bound = GRADIENT_BOUND[case.dtype] * (2 if case.dtype.itemsize == 2 else 1)
     workspace_mb = data.draw(st.sampled_from([0.05, 512.0]))  # recompute in narrow tiles, or single_pass
-    check_case(case, **place.call, workspace_mb=workspace_mb, gradient_bound=bound, may_cancel=True)
+    check_case(case, **{**place.call, "workspace_mb": workspace_mb}, gradient_bound=bound, may_cancel=True)
 
 
 @pytest.mark.parametrize("tokens", [1, 127, 128, 129])
@@ -87,7 +87,7 @@ def test_any_combination(place, options, bias, ce_weight, tokens, vocab, hidden,
 def test_tile_edges(place, tokens, vocab):
     for dtype in place.dtypes[:1]:
         case = Case(tokens=tokens, vocab=vocab, dtype=dtype, device=place.device, bias=True, ignored=0.1)
-        check_case(case, **place.call, workspace_mb=0.001)
+        check_case(case, **{**place.call, "workspace_mb": 0.001})
 
 
 @pytest.mark.parametrize("logit_scale", [0.01, 30.0])
@@ -115,8 +115,7 @@ def test_argmax_takes_the_first_of_equal_logits(place):
         x,
         weight,
         target,
-        **place.call,
-        workspace_mb=0.001,
+        **{**place.call, "workspace_mb": 0.001},
         return_predicted_tokens=True,
         return_token_accuracy=True,
     )

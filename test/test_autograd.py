@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import liger_cutedsl
 from liger_cutedsl import LossOptions, fused_linear_cross_entropy
 from liger_cutedsl.engines.torch_engine import TorchEngine
 from reference import GRADIENT_BOUND, Case, assert_close, check_case, reference
@@ -50,11 +51,13 @@ def test_any_subset_of_gradients(place, needs):
         assert (leaf.grad is not None) == need
         if need:
             assert_close(leaf.grad, want, GRADIENT_BOUND[dtype], "gradient")
-    if place.engine == "torch":  # one product for each of dx and dW: what is not needed is not computed
-        if place.schedule != "recompute":
-            assert recorder.products == -(-case.vocab // 192) + needs[0] + needs[1]  # logits tile by tile
-        else:  # logits twice; with a dW to keep exponentials in, those of the first columns once, and two parts of all
-            assert recorder.products == (3 + 2 * needs[0] + 2 if needs[1] else 2 + needs[0])
+    if place.engine == "torch":  # one product for each of dx and dW and part: what is not needed is not computed
+        tensors = (leaves[0], leaves[1], target)
+        route = liger_cutedsl.explain(*tensors, bias=leaves[2], **place.call)
+        kept = case.vocab if route.schedule == "single_pass" else route.kept
+        tiles = -(-(case.vocab - kept) // max(route.tile_width, 1))
+        logits = -(-kept // 192) + 2 * tiles  # exponentials once, what is recomputed twice
+        assert recorder.products == logits + (tiles + (kept > 0)) * (needs[0] + needs[1])
 
 
 def test_no_gradient_is_computed_without_need(place):
@@ -155,12 +158,11 @@ def test_fp16_dz_does_not_underflow(monkeypatch, loss_scale, reduction, schedule
 
 def test_nothing_of_the_size_of_the_logits_is_allocated(place):
     tokens, hidden, vocab = 256, 32, 8192
+    call = {**place.call, "workspace_mb": 0.5}
     case = Case(tokens, hidden, vocab, dtype=place.dtypes[0], device=place.device)
     x, weight, target, *_ = case.tensors()
     with Recorder() as recorder:
-        loss = fused_linear_cross_entropy(
-            x, weight, target, **place.call, workspace_mb=0.5, label_smoothing=0.1, softcap=5.0
-        )
+        loss = fused_linear_cross_entropy(x, weight, target, **call, label_smoothing=0.1, softcap=5.0)
         loss.backward()
     assert recorder.largest < tokens * vocab // 4
     with Recorder() as recorder:  # and the recorder does see such a tensor

@@ -50,9 +50,10 @@ def test_a_wider_accumulator_counts_against_the_budget():
 
 def test_explain_counts_the_gemms_that_run():
     assert liger_cutedsl.explain(X, W.detach()).gemms == 2
-    assert liger_cutedsl.explain(X, W.detach(), schedule="recompute").gemms == 3
-    kept = liger_cutedsl.explain(X.detach(), W, schedule="recompute").kept
-    assert liger_cutedsl.explain(X.detach(), W, schedule="recompute").gemms == 3 - kept / 20000
+    call = dict(schedule="recompute", workspace_mb=20)
+    assert liger_cutedsl.explain(X, W.detach(), **call).gemms == 3
+    assert liger_cutedsl.explain(X.detach(), W, **call).gemms == 3 - 576 / 20000
+    assert liger_cutedsl.explain(X.detach(), W, schedule="recompute").gemms == 2
     with torch.no_grad():
         assert liger_cutedsl.explain(X, W).gemms == 1
         assert liger_cutedsl.explain(X, W).schedule == "recompute"
@@ -103,10 +104,11 @@ def test_single_pass_keeps_no_inputs():
 def test_recompute_keeps_exponentials_in_the_memory_of_dw():
     x, weight = torch.randn(40, 64, requires_grad=True), torch.randn(1000, 64, requires_grad=True)
     target = torch.randint(0, 1000, (40,))
-    kept = liger_cutedsl.explain(x, weight, target, schedule="recompute").kept
+    call = dict(schedule="recompute", workspace_mb=0.05)
+    kept = liger_cutedsl.explain(x, weight, target, **call).kept
     assert kept == 576  # of at most 1000·64/(40 + 64), in tiles of 192
-    loss = fused_linear_cross_entropy(x, weight, target, schedule="recompute")
-    lent = loss.grad_fn.state.lent
+    loss = fused_linear_cross_entropy(x, weight, target, **call)
+    lent = loss.grad_fn.state.kept
     e, memory = lent.e, lent.weight_gradient.data_ptr()
     assert e.untyped_storage().data_ptr() == lent.weight_gradient.untyped_storage().data_ptr()
     assert e.data_ptr() >= lent.weight_gradient[kept:].data_ptr(), "dW's first rows reach into the exponentials"
@@ -116,7 +118,17 @@ def test_recompute_keeps_exponentials_in_the_memory_of_dw():
     del e, lent
     loss.backward()
     assert weight.grad.data_ptr() == memory, "the gradient was copied on its way to weight.grad"
-    assert loss.grad_fn.state.lent is None
+    assert loss.grad_fn.state.kept is None
+
+
+def test_recompute_keeps_all_exponentials_that_fit_the_budget():
+    needed = liger_cutedsl.explain(X, W, schedule="recompute", workspace_mb=1000).workspace_bytes
+    for mb, kept in ((needed / 2**20, 20000), ((needed - 1) / 2**20, 576)):
+        route = liger_cutedsl.explain(X, W, schedule="recompute", workspace_mb=mb)
+        assert route.kept == kept and route.gemms == 4 - kept / 20000
+    assert liger_cutedsl.explain(X, W, reduction="none").gemms == 3
+    frozen = liger_cutedsl.explain(X, W.detach(), schedule="recompute", workspace_mb=20)
+    assert frozen.kept == 0, "no dW, no memory to lend"
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -156,16 +156,22 @@ def token_scale(stats: RowStatistics, options: LossOptions) -> torch.Tensor | fl
     return torch.exp(stats.target_logit - stats.lse) if options.use_token_scaling else 1.0
 
 
+def _times(tensor: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
+    """tensor · factor, without a pass over it where the factor is the number 1."""
+    return tensor if isinstance(factor, float) and factor == 1.0 else tensor * factor
+
+
 def loss_terms(stats: RowStatistics, rows: RowWeights, problem: Problem) -> LossOutput:
     """The loss and the metrics asked for, reduced as options.reduction says."""
     options = problem.options
     eps, scale = options.label_smoothing, token_scale(stats, options)
-    cross_entropy = (1.0 - eps) * rows.target_weight * (stats.lse - stats.target_logit)
+    loss, z_loss = (stats.lse - stats.target_logit) * ((1.0 - eps) * rows.inverse_d * rows.target_weight), None
     if options.smoothing:
-        cross_entropy = cross_entropy + (eps / rows.vocab) * (stats.lse * rows.total_weight - stats.weighted_sum)
-    loss, z_loss = scale * (cross_entropy * rows.inverse_d), None
+        uniform = stats.lse * rows.total_weight - stats.weighted_sum
+        loss = loss + uniform * ((eps / rows.vocab) * rows.inverse_d)
+    loss = _times(loss, scale)
     if options.lse_square_scale or options.return_z_loss:
-        z_loss = scale * (options.lse_square_scale * stats.lse.square() * rows.inverse_dz)
+        z_loss = _times(stats.lse.square() * (options.lse_square_scale * rows.inverse_dz), scale)
         loss = loss + z_loss
 
     def reduce(per_row):
@@ -187,8 +193,8 @@ def loss_terms(stats: RowStatistics, rows: RowWeights, problem: Problem) -> Loss
 def row_coefficients(stats: RowStatistics, rows: RowWeights, options: LossOptions, grad_output) -> RowCoefficients:
     """A, C and the target's own gradient, for an upstream gradient of shape () or (N,)."""
     eps, log_p = options.label_smoothing, stats.target_logit - stats.lse
-    upstream = grad_output.to(stats.lse.dtype) * token_scale(stats, options)
-    b = upstream * ((1.0 - eps) * rows.inverse_d) * rows.target_weight  # () or (N,)
+    upstream = _times(grad_output.to(stats.lse.dtype), token_scale(stats, options))
+    b = upstream * ((1.0 - eps) * rows.inverse_d * rows.target_weight)  # () or (N,)
     # A·p − B cancels as p → 1; B·(p − 1) + (A − B)·p with expm1 does not.
     a, c, fix = b, None, b * torch.expm1(log_p)
     a_minus_b = None

@@ -34,7 +34,7 @@ class Route:
     engine: "cute" (CuTe DSL GEMMs), "triton" (Liger-Kernel's own operator) or "torch".
     schedule: "recompute" or "single_pass"; "liger" is what the triton engine brings along.
     dtype: what x and weight are multiplied in.
-    tile_width: columns of a vocabulary tile of recompute.  kept: columns whose exponentials it keeps, in dW's memory,
+    tile_width: columns of a vocabulary tile of recompute.  kept: columns whose exponentials it keeps until backward
         instead of recomputing them.  chunk: tokens of a chunk of single_pass.
     gemms: large matrix products, forward and backward, of 2·N·V·H operations each.
     workspace_bytes: predicted memory beyond inputs, outputs and gradients; 0 where not known (triton).
@@ -149,9 +149,14 @@ def _single_pass_route(engine: str, problem: Problem, wanted: WantedGradients, b
 def _recompute_route(engine: str, problem: Problem, wanted: WantedGradients, budget: int, reason: str) -> Route:
     runner = make_engine(engine)
     fixed, column = recompute.accumulator_bytes(problem, wanted), runner.column_bytes(problem)
-    kept = recompute.kept_columns(runner, problem, wanted)
-    width = runner.tile_width(problem, fitting_width(problem.vocab - kept, column, budget - fixed), kept)
-    backward = fixed + column * (width + SPARE_COLUMNS) if wanted else 0
+    kept = recompute.kept_columns(runner, problem, wanted, budget)
+    tiled = 0 if kept == problem.vocab else kept  # all are kept: tiles are for a second backward
+    width = runner.tile_width(problem, fitting_width(problem.vocab - tiled, column, budget - fixed), tiled)
+    if kept == problem.vocab:
+        used = runner.chunk_bytes(problem, problem.tokens)
+    else:
+        backward = fixed + column * (width + SPARE_COLUMNS) if wanted else 0
+        used = max(backward, runner.forward_bytes(problem, width, kept))
     return Route(
         engine,
         "recompute",
@@ -160,7 +165,7 @@ def _recompute_route(engine: str, problem: Problem, wanted: WantedGradients, bud
         tile_width=width,
         kept=kept,
         gemms=_gemms(4 - kept / problem.vocab, wanted) if wanted else 1,
-        workspace_bytes=max(backward, runner.forward_bytes(problem, width, kept)),
+        workspace_bytes=used,
     )
 
 
@@ -206,9 +211,10 @@ def _choose_engine(problem: Problem, settings: Settings) -> tuple[str, str]:
                 f"engine {settings.engine!r} was asked for but cannot run this call: {obstacle}. "
                 f"Unset LIGER_CUTEDSL_ENGINE (or pass engine='auto') to let the call take another route"
             )
-        return settings.engine, "asked for"
     if problem.tokens == 0:
         return "torch", "an empty batch needs no kernel"
+    if settings.engine != "auto":
+        return settings.engine, "asked for"
     if problem.device.type != "cuda":
         return "torch", f"{problem.device.type} tensors"
     obstacle = cute_obstacle(problem, settings)

@@ -121,10 +121,10 @@ class _VocabParallel(torch.autograd.Function):
         local = shard.local(whole)
         route = _route(local, wanted, settings)
         kept = local.for_kernels(route.dtype)
-        stats, lent = _local_statistics(kept, route, wanted)
+        stats, exponentials = _local_statistics(kept, route, wanted)
         stats, weights = _gathered(shard, whole, kept, stats)
         output = rows.spread_output(loss_terms(stats, weights, whole))
-        state = recompute.RecomputeState(RowStatistics(stats.lse, stats.target_logit), weights, lent)
+        state = recompute.RecomputeState(RowStatistics(stats.lse, stats.target_logit), weights, exponentials)
         ctx.save_for_backward(x, weight, problem.target, bias, problem.ce_weight, rows.keep, rows.drop)
         ctx.call = (problem.options, whole.dense, shard, wanted, route, state)
         ctx.mark_non_differentiable(*(metric for metric in output[1:] if metric is not None))
@@ -162,7 +162,7 @@ def _target_here(local: Problem) -> torch.Tensor:
 
 def _local_statistics(
     local: Problem, route: Route, wanted: WantedGradients
-) -> tuple[RowStatistics, recompute.LentExponentials | None]:
+) -> tuple[RowStatistics, recompute.KeptExponentials | None]:
     """Row statistics over the shard, and what its backward need not recompute."""
     if local.vocab == 0:
         nothing = torch.full((local.tokens,), -torch.inf, dtype=local.compute_dtype, device=local.device)

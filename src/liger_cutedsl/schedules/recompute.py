@@ -7,12 +7,15 @@
 Four GEMMs. The upstream gradient is known when dz is computed, so it enters the rows' coefficients: per-token
 gradients (reduction="none") and any loss scale cost nothing.
 
-Where dW is wanted, its memory is taken in forward already, and lent: the exponentials of the vocabulary's first
-columns lie in it, behind the rows of dW that will be written from them. Backward begins with these, before any other
-row of dW is written. That saves their share of the fourth GEMM, H/(N + H) of it, and costs no memory.
+Less where exponentials of the vocabulary's first columns can be kept until backward:
 
     forward   e = exp(x·W[:kept]ᵀ − tile maximum), with the tiles' maxima and sums; the rest store-free as above
     backward  dz = e scaled by each row's coefficients, in place; dW[:kept], dX, db from it; then the rest tile by tile
+
+Where the whole vocabulary's fit the workspace budget, in memory of their own: three GEMMs. Else where dW is wanted, in
+dW's memory, which is taken in forward already: they lie behind the rows of dW that will be written from them, and
+backward begins with these, before any other row of dW is written. That saves H/(N + H) of the fourth GEMM and costs
+no memory.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from liger_cutedsl.objective import (
 )
 from liger_cutedsl.problem import Gradients, Problem, WantedGradients
 from liger_cutedsl.schedules.kept import graph_is_kept
-from liger_cutedsl.schedules.tiling import SPARE_COLUMNS, Tile, vocabulary_tiles
+from liger_cutedsl.schedules.tiling import ROW_MULTIPLE, SPARE_COLUMNS, Tile, vocabulary_tiles
 
 if TYPE_CHECKING:
     from liger_cutedsl.routing import Route
@@ -46,33 +49,32 @@ if TYPE_CHECKING:
 FP16_HEADROOM = 2.0**14
 
 
-ALIGNMENT = 128  # bytes, of the first exponential: TMA wants 16, a cache line has 128
-ROW_MULTIPLE = 8  # columns whose exponentials are kept, where they are less than a tile: rows of 16 bytes
+ALIGNMENT = 128  # bytes, of the first exponential in dW's memory: TMA wants 16, a cache line has 128
 
 
 @dataclass
-class LentExponentials:
-    """exp(z − tile maximum) of the first columns, in memory lent by dW: e (N, kept), maxima (N, tiles), dW (V, H)."""
+class KeptExponentials:
+    """exp(z − tile maximum) of the first columns: e (N, kept), maxima (N, tiles); dW (V, H) if e lies in its memory."""
 
     e: torch.Tensor
     maxima: torch.Tensor
-    weight_gradient: torch.Tensor
+    weight_gradient: torch.Tensor | None = None
 
 
 @dataclass
 class RecomputeState:
-    """What backward needs from forward: three (N,) vectors, and what dW's memory holds until then."""
+    """What backward needs from forward: three (N,) vectors, and the exponentials kept for it."""
 
     stats: RowStatistics
     rows: RowWeights
-    lent: LentExponentials | None = None
+    kept: KeptExponentials | None = None
 
-    def take_lent(self) -> LentExponentials | None:
+    def take_kept(self) -> KeptExponentials | None:
         """The exponentials, once: they turn into dz where they lie. A backward that keeps its graph recomputes all."""
         if graph_is_kept():
             return None
-        lent, self.lent = self.lent, None
-        return lent
+        kept, self.kept = self.kept, None
+        return kept
 
 
 def accumulator_bytes(problem: Problem, wanted: WantedGradients) -> int:
@@ -82,13 +84,17 @@ def accumulator_bytes(problem: Problem, wanted: WantedGradients) -> int:
     return problem.tokens * problem.hidden * problem.compute_dtype.itemsize
 
 
-def kept_columns(engine, problem: Problem, wanted: WantedGradients) -> int:
-    """How many columns' exponentials dW's memory holds behind the rows that are written from them.
+def kept_columns(engine, problem: Problem, wanted: WantedGradients, budget: int) -> int:
+    """How many columns' exponentials are kept: V where they fit the budget (bytes), else what dW's memory holds.
 
     None for fp16, whose dW goes through a float32 copy that would be as large as what is saved.
     """
     e_dtype = engine.dz_dtype(problem.gemm_dtype)
-    if wanted.weight is None or e_dtype == torch.float16 or problem.tokens == 0:
+    if not wanted or e_dtype == torch.float16 or problem.tokens == 0:
+        return 0
+    if engine.chunk_bytes(problem, problem.tokens) <= budget:
+        return problem.vocab
+    if wanted.weight is None:
         return 0
     row, column = problem.hidden * wanted.weight.itemsize, problem.tokens * e_dtype.itemsize
     fitting = max(0, problem.vocab * row - 2 * ALIGNMENT) // (row + column)
@@ -98,25 +104,36 @@ def kept_columns(engine, problem: Problem, wanted: WantedGradients) -> int:
 
 def forward(engine, problem: Problem, route: Route, wanted: WantedGradients) -> tuple[LossOutput, RecomputeState]:
     problem = problem.for_kernels(route.dtype)
-    stats, lent = statistics(engine, problem, route, wanted)
+    stats, kept = statistics(engine, problem, route, wanted)
     rows = row_weights(problem)
     needed = RowStatistics(stats.lse, stats.target_logit)
-    return loss_terms(stats, rows, problem), RecomputeState(needed, rows, lent)
+    return loss_terms(stats, rows, problem), RecomputeState(needed, rows, kept)
 
 
 def statistics(
     engine, problem: Problem, route: Route, wanted: WantedGradients
-) -> tuple[RowStatistics, LentExponentials | None]:
+) -> tuple[RowStatistics, KeptExponentials | None]:
     """Row statistics, and what backward will not have to recompute."""
     if not route.kept:
         return engine.row_statistics(problem, route.tile_width), None
+    e_dtype = engine.dz_dtype(problem.x.dtype)
+    if route.kept == problem.vocab:
+        e = exponentials_buffer(problem, problem.tokens, e_dtype)
+        stats, maxima = engine.exp_chunk(problem, out=e)
+        return stats, KeptExponentials(e, maxima)
     weight_gradient = replace(wanted, x=None, bias=None).allocate(problem).weight
-    e = _end_of(weight_gradient, problem.tokens, route.kept, engine.dz_dtype(problem.x.dtype))
+    e = _end_of(weight_gradient, problem.tokens, route.kept, e_dtype)
     first, maxima = engine.exp_chunk(problem.of_columns(slice(0, route.kept)), out=e)
     rest = engine.row_statistics(problem.of_columns(slice(route.kept, None)), route.tile_width)
     if rest.argmax is not None:
         rest = replace(rest, argmax=rest.argmax + route.kept)
-    return over_parts(combined([first, rest], torch.stack)), LentExponentials(e, maxima, weight_gradient)
+    return over_parts(combined([first, rest], torch.stack)), KeptExponentials(e, maxima, weight_gradient)
+
+
+def exponentials_buffer(problem: Problem, rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """Uninitialised (rows, V), its rows at multiples of 16 bytes, as the copy engine (TMA) wants."""
+    width = -(-problem.vocab // ROW_MULTIPLE) * ROW_MULTIPLE
+    return torch.empty(rows, width, dtype=dtype, device=problem.device)[:, : problem.vocab]
 
 
 def _end_of(matrix: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -144,13 +161,15 @@ def backward(
     dz_dtype, unscale = engine.dz_dtype(problem.x.dtype), None
     if dz_dtype == torch.float16:
         coefficients, unscale = _scaled_for_fp16(coefficients, problem)
-    lent, first = state.take_lent(), 0
-    sink = _GradientSink(engine, problem, wanted, unscale, reduce_dx, lent)
-    if lent is not None:
-        dz, first = lent.e, lent.e.shape[1]
-        engine.scale_chunk(problem.of_columns(slice(0, first)), dz, lent.maxima, state.stats.lse, coefficients)
+    kept, first = state.take_kept(), 0
+    sink = _GradientSink(engine, problem, wanted, unscale, reduce_dx, kept)
+    if kept is not None:
+        dz, first = kept.e, kept.e.shape[1]
+        engine.scale_chunk(problem.of_columns(slice(0, first)), dz, kept.maxima, state.stats.lse, coefficients)
         sink.add(dz, Tile(0, first))
-        del lent
+        if first == problem.vocab:
+            return sink.finish()
+        del kept
     buffer = torch.empty(problem.tokens, tile_width + SPARE_COLUMNS, dtype=dz_dtype, device=problem.device)
     fix, target = coefficients.fix.to(dz_dtype)[:, None], problem.target - first
     owner, column = target // tile_width, (target % tile_width).long()
@@ -166,16 +185,17 @@ def backward(
 class _GradientSink:
     """Turns tiles of dz into dX, dW and db."""
 
-    def __init__(self, engine, problem: Problem, wanted: WantedGradients, unscale, reduce_dx, lent):
+    def __init__(self, engine, problem: Problem, wanted: WantedGradients, unscale, reduce_dx, kept):
         self.engine, self.problem, self.wanted, self.unscale = engine, problem, wanted, unscale
         self.x = engine.gemm_operand(problem.x) if wanted.weight is not None else None
-        # dX is summed in the compute dtype; its own dtype comes last.
-        wanted = replace(wanted, x=wanted.x and problem.compute_dtype)
+        one_product = kept is not None and kept.e.shape[1] == problem.vocab and reduce_dx is None
+        if not one_product:  # dX is summed in the compute dtype; its own dtype comes last
+            wanted = replace(wanted, x=wanted.x and problem.compute_dtype)
+        lent = None if kept is None else kept.weight_gradient
         if lent is None:
             self.gradients = wanted.allocate(problem)
         else:
-            others = replace(wanted, weight=None).allocate(problem)
-            self.gradients = replace(others, weight=lent.weight_gradient)
+            self.gradients = replace(replace(wanted, weight=None).allocate(problem), weight=lent)
         self.reduce_dx, self.pending = reduce_dx, None
 
     def add(self, dz: torch.Tensor, tile) -> None:

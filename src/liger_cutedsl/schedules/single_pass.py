@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 # gradients kept until backward are those of a loss 16 times smaller than the sum over rows: a token that fills a
 # batch of a million rows still fits.
 FP16_DZ, FP16_GRADIENTS = 2.0**12, 2.0**-4
-ROW_MULTIPLE = 8  # columns: rows of the buffer start at multiples of 16 bytes, as the copy engine (TMA) wants
 
 
 def accumulator_dtype(problem: Problem, wanted: WantedGradients) -> torch.dtype | None:
@@ -62,19 +61,19 @@ def forward(engine, problem: Problem, route: Route, wanted: WantedGradients) -> 
     dz_dtype, rows = engine.dz_dtype(problem.x.dtype), row_weights(problem)
     dz_scale, scale = _fp16_scales(problem) if dz_dtype == torch.float16 else (1.0, 1.0)
     upstream = torch.full((), dz_scale, dtype=problem.compute_dtype, device=problem.device)
-    width = -(-problem.vocab // ROW_MULTIPLE) * ROW_MULTIPLE
-    buffer = torch.empty(min(route.chunk, problem.tokens), width, dtype=dz_dtype, device=problem.device)
+    buffer = recompute.exponentials_buffer(problem, min(route.chunk, problem.tokens), dz_dtype)
     pieces = []
     for chunk in slices(problem.tokens, route.chunk):
         part = problem.of(chunk)
-        e = buffer[: part.tokens, : problem.vocab]
+        e = buffer[: part.tokens]
         stats, tile_max = engine.exp_chunk(part, out=e)
         coefficients = row_coefficients(stats, rows.of(chunk), problem.options, upstream)
         engine.scale_chunk(part, e, tile_max, stats.lse, coefficients)
         sink.add(e, part, chunk, alpha=scale / dz_scale)
         pieces.append(stats)
     del buffer, e
-    return loss_terms(combined(pieces, torch.cat), rows, problem), KeptGradients(sink.finish(), scale)
+    stats = combined(pieces, torch.cat) if len(pieces) > 1 else pieces[0]
+    return loss_terms(stats, rows, problem), KeptGradients(sink.finish(), scale)
 
 
 class _GradientSink:

@@ -10,9 +10,10 @@ from typing import NamedTuple
 # Tiles are multiples of this many columns (but for the last): the GEMMs' own tiles divide it or it them.
 TILE_QUANTUM = 128
 
-# dz has spare columns: what a row without a target in the tile would write over its target goes there. Eight
-# of them keep the row stride a multiple of 16 bytes, as the copy engine (TMA) wants.
-SPARE_COLUMNS = 8
+# Rows of 16-bit matrices start at multiples of 16 bytes, as the copy engine (TMA) wants.
+ROW_MULTIPLE = 8
+# dz has spare columns: what a row without a target in the tile would write over its target goes there.
+SPARE_COLUMNS = ROW_MULTIPLE
 
 
 # Multiply-adds in the time one element of dX's sum takes to be read and written: 8 bytes at 4.3 TB/s, 350 T/s.
