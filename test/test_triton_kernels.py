@@ -19,4 +19,4 @@ def test_kernels_in_the_interpreter():
         text=True,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    assert sum(line.startswith("ok ") for line in done.stdout.splitlines()) == 14
+    assert sum(line.startswith("ok ") for line in done.stdout.splitlines()) == 23

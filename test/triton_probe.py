@@ -49,10 +49,13 @@ def check_summary():
     for dtype in (torch.int64, torch.int32):
         target = torch.randint(0, 1000, (9001,), dtype=dtype)
         target[::7] = -100
-        got = triton_kernels.summarize_targets(target[1::2], -100).tolist()
+        summary = torch.zeros(3, dtype=torch.int64)
+        triton_kernels.summarize_targets(target[1::2], -100, summary)
+        got = summary.tolist()
         valid = target[1::2][target[1::2] != -100]
         assert got == [len(valid), int(valid.min()), int(valid.max())], got
-    assert triton_kernels.summarize_targets(torch.full((10,), 5), 5)[0] == 0
+    triton_kernels.summarize_targets(torch.full((10,), 5), 5, summary)
+    assert summary[0] == 0
     print("ok summarize_targets")
 
 
@@ -84,12 +87,17 @@ def check_dz(options, dtype, with_vectors, vocab=5000, tokens=6):
     scale = torch.tensor(4096.0 if dtype == torch.float16 else 1.0)
     rows = row_coefficients(stats, row_weights(problem), problem.options, scale)
     want = e.clone()
-    engine.scale_chunk(problem, want, maxima, stats.lse, rows)
+    want_sums = engine.scale_chunk(problem, want, maxima, stats.lse, rows, True)
     headroom = 15 if dtype == torch.float16 else 0
-    triton_kernels.dz_of_exp(problem, e, maxima, stats.lse, rows, engine.exp_tile(problem), headroom)
+    exponentials, arguments = e.clone(), (maxima, stats.lse, rows, engine.exp_tile(problem), headroom)
+    assert triton_kernels.dz_of_exp(problem, e, *arguments, column_sums=False) is None
     # both are rounded once to the dtype; a value next to a rounding boundary may fall either way
     close(f"dz_of_exp {dtype} {options}", e, want, max(torch.finfo(dtype).eps / 8, FLOAT32))
     assert torch.equal(e[torch.arange(tokens), target], rows.fix.to(dtype))
+    sums = triton_kernels.dz_of_exp(problem, exponentials, *arguments, column_sums=True)
+    assert torch.equal(exponentials, e)
+    # of a few rows, each rounded to the dtype in one of the two
+    close(f"column sums {dtype} {options}", sums, want_sums, max(torch.finfo(dtype).eps, FLOAT32))
 
 
 torch.manual_seed(0)

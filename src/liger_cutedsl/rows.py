@@ -74,7 +74,7 @@ class TargetCheck:
 
         self._host = _pinned_slots()[next(_next_slot) % 1024]
         with torch.cuda.device(target.device):
-            self._host.copy_(summarize_targets(target, ignore_index), non_blocking=True)
+            summarize_targets(target, ignore_index, self._host)
             self._ready = torch.cuda.Event()
             self._ready.record()
 

@@ -10,7 +10,7 @@ import torch
 
 from liger_cutedsl.engines.cute_kernels import GemmTile, backward_kernel, exp_kernel, forward_kernel, gemm_tile
 from liger_cutedsl.engines.cute_ops import OnlineArgmax
-from liger_cutedsl.engines.triton_kernels import dz_of_exp, fold_exp, fold_lse
+from liger_cutedsl.engines.triton_kernels import SUMMED_ROWS, dz_of_exp, fold_exp, fold_lse
 from liger_cutedsl.epilogues import EXP_HEADROOM_FP16, Epilogue, capped
 from liger_cutedsl.objective import RowCoefficients, RowStatistics
 from liger_cutedsl.problem import Problem
@@ -78,6 +78,7 @@ class CuteEngine:
     def chunk_bytes(self, problem: Problem, rows: int) -> int:
         """Workspace of a chunk of `rows` tokens: exponentials, and the partial results of its reductions."""
         row = problem.gemm_dtype.itemsize * (problem.vocab + 8)
+        row += 0 if problem.bias is None else problem.vocab * 4 // SUMMED_ROWS
         return rows * (row + self._exp_partials(problem, problem.vocab))
 
     def chunk_size(self, problem: Problem, fitting: int) -> int:
@@ -116,11 +117,18 @@ class CuteEngine:
         return self._folded(arguments, lambda: fold_exp(maxima, sums, headroom)), maxima
 
     def scale_chunk(
-        self, problem: Problem, e: torch.Tensor, tile_max: torch.Tensor, lse: torch.Tensor, rows: RowCoefficients
-    ) -> None:
-        """Turns exponentials (n, V) into dz in place, the targets' own entries exact."""
-        if self._launch:
-            dz_of_exp(problem, e, tile_max, lse, rows, self.exp_tile(problem), self._headroom(problem))
+        self,
+        problem: Problem,
+        e: torch.Tensor,
+        tile_max: torch.Tensor,
+        lse: torch.Tensor,
+        rows: RowCoefficients,
+        column_sums: bool,
+    ) -> torch.Tensor | None:
+        """Turns exponentials (n, V) into dz in place, the targets' own entries exact. column_sums: returns Σ_i dz."""
+        if not self._launch:
+            return torch.empty(problem.vocab, device=e.device) if column_sums else None
+        return dz_of_exp(problem, e, tile_max, lse, rows, self.exp_tile(problem), self._headroom(problem), column_sums)
 
     def _row_arguments(self, kernel: str, part: Epilogue, problem: Problem) -> tuple[dict, GemmTile, bool]:
         """(arguments, tile, ragged): operands and outputs that the kernels over the whole vocabulary share.

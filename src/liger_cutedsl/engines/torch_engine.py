@@ -113,9 +113,15 @@ class TorchEngine:
         return fold.result(), torch.stack(maxima, dim=1)
 
     def scale_chunk(
-        self, problem: Problem, e: torch.Tensor, maxima: torch.Tensor, lse: torch.Tensor, rows: RowCoefficients
-    ) -> None:
-        """Turns exponentials (n, V) into dz in place, the targets' own entries exact."""
+        self,
+        problem: Problem,
+        e: torch.Tensor,
+        maxima: torch.Tensor,
+        lse: torch.Tensor,
+        rows: RowCoefficients,
+        column_sums: bool,
+    ) -> torch.Tensor | None:
+        """Turns exponentials (n, V) into dz in place, the targets' own entries exact. column_sums: returns Σ_i dz."""
         part = Epilogue.of(problem)
         for index, tile in enumerate(vocabulary_tiles(problem.vocab, self.exp_tile(problem))):
             names = (*part.logit_operands, *(("ce_weight",) * part.ce_weight))
@@ -128,6 +134,7 @@ class TorchEngine:
         valid = (owner >= 0) & (owner < problem.vocab)
         fix = torch.where(valid, rows.fix.to(e.dtype)[:, None], e.gather(1, owner.clamp(0, problem.vocab - 1)))
         e.scatter_(1, owner.clamp(0, problem.vocab - 1), fix)
+        return e.sum(dim=0, dtype=problem.compute_dtype) if column_sums else None
 
     def _accumulator(self, x: torch.Tensor, problem: Problem, tile: Tile) -> torch.Tensor:
         acc = x.new_empty(problem.tokens, tile.width)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 
 @triton.jit
@@ -49,14 +52,12 @@ def _summarize_targets(target, summary, n, stride, ignore_index, BLOCK: tl.const
     tl.store(summary + 2, tl.max(high, 0))
 
 
-def summarize_targets(target: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """int64 (3,) on the device: count, least and greatest of the targets that are not ignore_index."""
-    summary = torch.empty(3, dtype=torch.int64, device=target.device)
+def summarize_targets(target: torch.Tensor, ignore_index: int, summary: torch.Tensor) -> None:
+    """Count, least and greatest of the targets that are not ignore_index into int64 (3,), page-locked host memory."""
     with torch.cuda.device(target.device):
         _summarize_targets[(1,)](
             target, summary, target.numel(), target.stride(0), ignore_index, BLOCK=4096, num_warps=8
         )
-    return summary
 
 
 @triton.jit
@@ -114,47 +115,76 @@ def _dz_of_exp(
     fix,
     target,
     ce_weight,
+    column_sums,
+    rows,
     vocab,
     headroom,
     inverse_softcap,
     SMOOTHING: tl.constexpr,
     CE_WEIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    COLUMN_SUMS: tl.constexpr,
+    FAST_LOG2: tl.constexpr,
     TILE: tl.constexpr,
+    GRAIN: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
+    """BLOCK columns of ROWS rows, as (BLOCK/GRAIN, GRAIN): the columns of a grain share their tile, so that what
+    depends on its maximum is computed once a grain."""
     log2_e: tl.constexpr = 1.4426950408889634
     ln_2: tl.constexpr = 0.6931471805599453
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    grain = tl.program_id(0) * (BLOCK // GRAIN) + tl.arange(0, BLOCK // GRAIN)
+    column = (grain * GRAIN)[:, None] + tl.arange(0, GRAIN)[None, :]
     here = column < vocab
-    value = tl.load(e + row * stride + column, mask=here, other=0.0).to(tl.float32)
-    maximum = tl.load(tile_max + row * tiles + column // TILE, mask=here, other=0.0)
-    scale = tl.exp2((maximum - tl.load(lse + row)) * log2_e - headroom)
-    dz = value * (scale * tl.load(row_a + row))
-    if SMOOTHING:
-        c = tl.load(row_c + row)
-        if CE_WEIGHT:
-            dz -= c * tl.load(ce_weight + column, mask=here, other=0.0)
-        else:
-            dz -= c
-    if SOFTCAP:
-        z = maximum + (tl.log2(tl.maximum(value, 1.1754943508222875e-38)) - headroom) * ln_2  # a division is 8 steps
-        tanh = tl.minimum(tl.maximum(z * inverse_softcap, -1.0), 1.0)
-        dz *= 1.0 - tanh * tanh
-    dz = tl.where(column == tl.load(target + row), tl.load(fix + row), dz)
-    tl.store(e + row * stride + column, dz.to(e.dtype.element_ty), mask=here)
+    total = tl.zeros((BLOCK // GRAIN, GRAIN), tl.float32)
+    if CE_WEIGHT:
+        weight = tl.load(ce_weight + column, mask=here, other=0.0)
+    first = tl.program_id(1).to(tl.int64) * ROWS
+    for index in range(0, tl.minimum(ROWS, rows - first)):
+        row = first + index
+        value = tl.load(e + row * stride + column, mask=here, other=0.0).to(tl.float32)
+        maximum = tl.load(tile_max + row * tiles + grain * GRAIN // TILE, mask=grain * GRAIN < vocab, other=0.0)
+        scale = tl.exp2((maximum - tl.load(lse + row)) * log2_e - headroom) * tl.load(row_a + row)
+        dz = value * scale[:, None]
+        if SMOOTHING:
+            c = tl.load(row_c + row)
+            if CE_WEIGHT:
+                dz -= c * weight
+            else:
+                dz -= c
+        if SOFTCAP:  # 1 − (z/softcap)², z = maximum + ln(value·2^−headroom); the smallest normal number for 0
+            base = (maximum - headroom * ln_2) * inverse_softcap
+            value = tl.maximum(value, 1.1754943508222875e-38)
+            log = libdevice.fast_log2f(value) if FAST_LOG2 else tl.log2(value)
+            tanh = base[:, None] + log * (ln_2 * inverse_softcap)
+            dz *= 1.0 - tl.minimum(tanh * tanh, 1.0)
+        at = tl.load(target + row)
+        if (at >= tl.program_id(0) * BLOCK) & (at < (tl.program_id(0) + 1) * BLOCK):
+            dz = tl.where(column == at, tl.load(fix + row), dz)
+        tl.store(e + row * stride + column, dz.to(e.dtype.element_ty), mask=here)
+        if COLUMN_SUMS:
+            total += dz
+    if COLUMN_SUMS:
+        tl.store(column_sums + tl.program_id(1).to(tl.int64) * vocab + column, total, mask=here)
 
 
-def dz_of_exp(problem, e: torch.Tensor, tile_max, lse, rows, tile_n: int, headroom: int) -> None:
+SUMMED_ROWS = 64  # rows whose columns one block of _dz_of_exp sums: their float32 sums take 1/32 of 16-bit e
+
+
+def dz_of_exp(
+    problem, e: torch.Tensor, tile_max, lse, rows, tile_n: int, headroom: int, column_sums: bool
+) -> torch.Tensor | None:
     """Exponentials (n, V) to dz in place, the targets' own entries exact: epilogues.dz_of_exp in one pass.
 
     tile_max (n, tiles) and the row vectors are contiguous float32; e's rows are contiguous.
+    column_sums: return Σ_i dz (V,) too, in float32, of dz before its rounding.
     """
     options, unused = problem.options, lse
-    block = 4096
+    (n, vocab), block, at_once = e.shape, 2048, SUMMED_ROWS if column_sums else 1
+    sums = torch.empty(triton.cdiv(n, at_once), vocab, device=e.device) if column_sums else unused
     with torch.cuda.device(e.device):
-        _dz_of_exp[(triton.cdiv(problem.vocab, block), problem.tokens)](
+        _dz_of_exp[(triton.cdiv(vocab, block), triton.cdiv(n, at_once))](
             e,
             e.stride(0),
             tile_max,
@@ -165,13 +195,20 @@ def dz_of_exp(problem, e: torch.Tensor, tile_max, lse, rows, tile_n: int, headro
             rows.fix,
             problem.target.contiguous(),
             unused if problem.ce_weight is None else problem.ce_weight,
-            problem.vocab,
+            sums,
+            n,
+            vocab,
             float(headroom),
             1.0 if options.softcap is None else 1.0 / options.softcap,
             SMOOTHING=options.smoothing,
             CE_WEIGHT=problem.ce_weight is not None,
             SOFTCAP=options.softcap is not None,
+            COLUMN_SUMS=column_sums,
+            FAST_LOG2=not triton.knobs.runtime.interpret,  # one instruction, good to 22 bits; the interpreter has none
             TILE=tile_n,
+            GRAIN=math.gcd(tile_n, 64),
             BLOCK=block,
-            num_warps=8,
+            ROWS=at_once,
+            num_warps=4,
         )
+    return sums.sum(dim=0) if column_sums else None

@@ -165,8 +165,9 @@ def backward(
     sink = _GradientSink(engine, problem, wanted, unscale, reduce_dx, kept)
     if kept is not None:
         dz, first = kept.e, kept.e.shape[1]
-        engine.scale_chunk(problem.of_columns(slice(0, first)), dz, kept.maxima, state.stats.lse, coefficients)
-        sink.add(dz, Tile(0, first))
+        part, with_bias = problem.of_columns(slice(0, first)), wanted.bias is not None
+        sums = engine.scale_chunk(part, dz, kept.maxima, state.stats.lse, coefficients, with_bias)
+        sink.add(dz, Tile(0, first), sums)
         if first == problem.vocab:
             return sink.finish()
         del kept
@@ -198,7 +199,7 @@ class _GradientSink:
             self.gradients = replace(replace(wanted, weight=None).allocate(problem), weight=lent)
         self.reduce_dx, self.pending = reduce_dx, None
 
-    def add(self, dz: torch.Tensor, tile) -> None:
+    def add(self, dz: torch.Tensor, tile: Tile, column_sums: torch.Tensor | None = None) -> None:
         grads = self.gradients
         if grads.x is not None:
             weight = self.engine.gemm_operand(self.problem.weight[tile.columns])
@@ -208,7 +209,9 @@ class _GradientSink:
         if grads.weight is not None:
             self._write(grads.weight[tile.columns], lambda out: matmul(dz.t(), self.x, out=out))
         if grads.bias is not None:
-            grads.bias[tile.columns] = self._unscaled(dz.sum(dim=0, dtype=self.problem.compute_dtype))
+            if column_sums is None:
+                column_sums = dz.sum(dim=0, dtype=self.problem.compute_dtype)
+            grads.bias[tile.columns] = self._unscaled(column_sums)
 
     def _dx_is_complete(self) -> None:
         if self.unscale is not None:

@@ -68,8 +68,8 @@ def forward(engine, problem: Problem, route: Route, wanted: WantedGradients) -> 
         e = buffer[: part.tokens]
         stats, tile_max = engine.exp_chunk(part, out=e)
         coefficients = row_coefficients(stats, rows.of(chunk), problem.options, upstream)
-        engine.scale_chunk(part, e, tile_max, stats.lse, coefficients)
-        sink.add(e, part, chunk, alpha=scale / dz_scale)
+        sums = engine.scale_chunk(part, e, tile_max, stats.lse, coefficients, wanted.bias is not None)
+        sink.add(e, sums, part, chunk, alpha=scale / dz_scale)
         pieces.append(stats)
     del buffer, e
     stats = combined(pieces, torch.cat) if len(pieces) > 1 else pieces[0]
@@ -85,7 +85,9 @@ class _GradientSink:
             wanted.x, accumulator_dtype(problem, wanted), wanted.bias and problem.compute_dtype
         ).allocate(problem)
 
-    def add(self, dz: torch.Tensor, part: Problem, chunk: slice, alpha: float) -> None:
+    def add(
+        self, dz: torch.Tensor, column_sums: torch.Tensor | None, part: Problem, chunk: slice, alpha: float
+    ) -> None:
         grads, first = self.gradients, chunk.start == 0
         if grads.x is not None:
             matmul(dz, self.engine.gemm_operand(part.weight), out=grads.x[chunk], alpha=alpha)
@@ -93,8 +95,7 @@ class _GradientSink:
             x = self.engine.gemm_operand(part.x)
             matmul(dz.t(), x, out=grads.weight, accumulate=not first, alpha=alpha)
         if grads.bias is not None:
-            total = dz.sum(dim=0, dtype=grads.bias.dtype)
-            torch.mul(total, alpha, out=grads.bias) if first else grads.bias.add_(total, alpha=alpha)
+            torch.mul(column_sums, alpha, out=grads.bias) if first else grads.bias.add_(column_sums, alpha=alpha)
 
     def finish(self) -> Gradients:
         dtypes = (self.wanted.x, self.wanted.weight, self.wanted.bias)

@@ -16,8 +16,8 @@ ROW_MULTIPLE = 8
 SPARE_COLUMNS = ROW_MULTIPLE
 
 
-# Multiply-adds in the time one element of dX's sum takes to be read and written: 8 bytes at 4.3 TB/s, 350 T/s.
-DX_PASS = 650
+# Multiply-adds in the time a byte takes to be read or written: 350 T/s over 4.3 TB/s.
+PER_BYTE = 81
 
 
 class Tile(NamedTuple):
@@ -70,7 +70,7 @@ class WaveModel:
 
         dz = self._waves(tokens, width, self.tile_m, self.tile_n) * hidden
         dw = self._waves(width, hidden, self.weight_tile_m, self.weight_tile_n) * tokens
-        return dz + dw + DX_PASS * tokens * hidden
+        return dz + dw + 8 * PER_BYTE * tokens * hidden
 
     def _waves(self, rows: int, columns: int, tile_m: int, tile_n: int) -> int:
         """Elements of the output that the waves could have computed."""
@@ -80,12 +80,13 @@ class WaveModel:
     @functools.cache  # noqa: B019  (a model is one of a few constants)
     def best_chunk(self, tokens: int, vocab: int, hidden: int, largest: int) -> int:
         """The chunk of tokens up to `largest` in which single_pass takes the least predicted time."""
+        matrix = vocab * hidden  # each GEMM of a chunk, however short, reads W or reads and writes dW, in 16 bits
 
         def cost(rows):
             e = self._waves(rows, vocab, self.tile_m, self.tile_n) * hidden
             dx = self._waves(rows, hidden, self.weight_tile_m, self.weight_tile_n) * vocab
-            # dW is read and written once a chunk, which costs about as much as 100 rows of its product.
-            return e + dx + (rows + 100) * vocab * hidden
+            dw = (rows + 100) * matrix  # under a long product, that costs about as much as 100 rows
+            return max(e, 2 * PER_BYTE * matrix) + max(dx, 2 * PER_BYTE * matrix) + max(dw, 4 * PER_BYTE * matrix)
 
         def total(rows):
             full, rest = divmod(tokens, rows)
