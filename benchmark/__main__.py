@@ -98,7 +98,7 @@ def run(chosen) -> int:
     sweeps = cpu_sweeps() if chosen.cpu else quick_sweeps() if chosen.quick else gpu_sweeps()
     if chosen.sweep:
         sweeps = [m for m in sweeps if m.sweep in chosen.sweep]
-    path = Path(chosen.out) if chosen.out else report.RESULTS / f"{_slug(device, chosen.quick)}.json"
+    path = Path(chosen.out) if chosen.out else report.RESULTS / f"{slug(device, chosen.quick)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     done = {(r["sweep"], r["label"]) for r in report.read(path) if r["kind"] == "time"} if path.exists() else set()
     with path.open("a") as out:
@@ -114,7 +114,8 @@ def run(chosen) -> int:
     return 0
 
 
-def _slug(device: str, quick: bool) -> str:
+def slug(device: str, quick: bool = False) -> str:
+    """The name of a results file: the GPU's."""
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     return name.lower().replace("nvidia ", "").replace(" ", "-") + ("-quick" if quick else "")
 

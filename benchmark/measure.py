@@ -62,7 +62,7 @@ def measure(implementations: list[Implementation], shape: Shape, rounds: int, de
             call(run)
             _synchronize(device)
             row.compile_s = time.perf_counter() - start
-            row.peak_mb = _peak_mb(lambda run=run: call(run), x, weight, device)
+            row.peak_mb = peak_mb(lambda run=run: call(run), (x, weight), device)
             runs[implementation.name] = run
         except Exception as error:
             row.skipped = f"{type(error).__name__}: {error}"[:200]
@@ -73,7 +73,7 @@ def measure(implementations: list[Implementation], shape: Shape, rounds: int, de
             # An untimed call first: after the pause of a synchronisation a GPU runs a few ms at clocks that its
             # power limit does not sustain, which flatters whatever is short.
             call(run)
-            rows[name].times.append(_time_ms(lambda run=run: call(run), device))
+            rows[name].times.append(time_ms(lambda run=run: call(run), device))
     for row in rows.values():
         if row.times:
             row.ms = statistics.median(row.times)
@@ -81,7 +81,7 @@ def measure(implementations: list[Implementation], shape: Shape, rounds: int, de
     return rows
 
 
-def _time_ms(function, device) -> float:
+def time_ms(function, device) -> float:
     if device == "cpu":
         start = time.perf_counter()
         function()
@@ -94,18 +94,20 @@ def _time_ms(function, device) -> float:
     return start.elapsed_time(stop)
 
 
-def _peak_mb(function, x, weight, device) -> float:
+def peak_mb(function, inputs, device) -> float:
+    """MB of 10⁶ bytes that a call needs at its peak, its inputs counted in, without gradients from an earlier call."""
     if device == "cpu":
         return float("nan")
-    x.grad = weight.grad = None
+    for value in inputs:
+        value.grad = None
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     function()
     torch.cuda.synchronize()
-    inputs = sum(v.numel() * v.element_size() for v in (x, weight))
-    return (torch.cuda.max_memory_allocated() - before + inputs) / 1e6
+    size = sum(v.numel() * v.element_size() for v in inputs)
+    return (torch.cuda.max_memory_allocated() - before + size) / 1e6
 
 
 def _synchronize(device):

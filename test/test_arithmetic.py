@@ -13,14 +13,15 @@ OPTIONS = {
     "sum": dict(reduction="sum"),
     "none": dict(reduction="none"),
     "ignore_index": dict(ignore_index=7),
-    "softcap": dict(softcap=3.0),
+    "softcap": dict(softcap=8.0),
+    "small_softcap": dict(softcap=3.0),
     "smoothing": dict(label_smoothing=0.2),
     "smoothing_one": dict(label_smoothing=1.0),
     "z_loss": dict(lse_square_scale=1e-2),
     "token_scaling": dict(use_token_scaling=True),
     "accum_dtype": dict(accum_dtype=torch.float32),
-    "all": dict(softcap=3.0, label_smoothing=0.1, lse_square_scale=1e-2, use_token_scaling=True, reduction="mean"),
-    "all_none": dict(softcap=3.0, label_smoothing=0.1, lse_square_scale=1e-2, use_token_scaling=True, reduction="none"),
+    "all": dict(softcap=8.0, label_smoothing=0.1, lse_square_scale=1e-2, use_token_scaling=True, reduction="mean"),
+    "all_none": dict(softcap=8.0, label_smoothing=0.1, lse_square_scale=1e-2, use_token_scaling=True, reduction="none"),
 }
 
 
@@ -87,7 +88,9 @@ def test_any_combination(place, options, bias, ce_weight, tokens, vocab, hidden,
 def test_tile_edges(place, tokens, vocab):
     for dtype in place.dtypes[:1]:
         case = Case(tokens=tokens, vocab=vocab, dtype=dtype, device=place.device, bias=True, ignored=0.1)
-        check_case(case, **{**place.call, "workspace_mb": 0.001})
+        # Of a handful of probabilities each may be rounded by nearly the whole unit, as exponential and as dz.
+        bound = GRADIENT_BOUND[dtype] * (2 if dtype.itemsize == 2 and min(tokens, vocab) < 8 else 1)
+        check_case(case, **{**place.call, "workspace_mb": 0.001}, gradient_bound=bound)
 
 
 @pytest.mark.parametrize("logit_scale", [0.01, 30.0])

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 import liger_cutedsl
 from liger_cutedsl import LossOptions, fused_linear_cross_entropy
 from liger_cutedsl.problem import Problem
+from liger_cutedsl.routing import single_pass_obstacle
 from liger_cutedsl.rows import TargetCheck
 from reference import GRADIENT_BOUND, Case, assert_close, check_case, reference
 
@@ -20,7 +22,7 @@ def test_chunks_of_tokens(place, tokens):
     """Several chunks, the last one short: a budget below one chunk's needs leaves the smallest chunk, 512."""
     if place.schedule == "recompute":
         pytest.skip("recompute has no chunks")
-    for options in ({}, dict(label_smoothing=0.1, softcap=5.0, use_token_scaling=True)):
+    for options in ({}, dict(label_smoothing=0.1, softcap=8.0, use_token_scaling=True)):
         case = Case(tokens=tokens, vocab=500, dtype=place.dtypes[0], device=place.device, bias=True, options=options)
         case.ignored = 0.0
         check_case(case, engine=place.engine, schedule="single_pass", workspace_mb=0.01)
@@ -70,6 +72,20 @@ def test_forced_single_pass_that_cannot_run_is_an_error():
     with pytest.raises(RuntimeError, match=r"'single_pass' was asked for but cannot run.*reduction='none'"):
         fused_linear_cross_entropy(X, W, torch.zeros(2000, dtype=torch.long), reduction="none", schedule="single_pass")
     assert liger_cutedsl.explain(X, W, reduction="none").schedule == "recompute"
+
+
+def test_a_small_softcap_needs_more_than_16_bit_exponentials():
+    for softcap, refused in ((7.9, True), (8.0, False), (None, False)):
+        problem = Problem(X.detach().bfloat16(), W.detach().bfloat16(), torch.zeros(2000, dtype=torch.long))
+        problem = replace(problem, options=LossOptions(softcap=softcap))
+        assert (single_pass_obstacle(problem, torch.bfloat16) is not None) == refused
+        assert single_pass_obstacle(problem, torch.float32) is None
+
+
+def test_targets_outside_a_part_of_the_vocabulary_are_no_column_of_it():
+    problem = Problem(X.detach()[:5], W.detach()[:100], torch.tensor([0, 39, 40, 99, -100]))
+    assert problem.of_columns(slice(0, 40)).target.tolist() == [0, 39, -1, -1, -1]
+    assert problem.of_columns(slice(40, None)).target.tolist() == [-1, -1, 0, 59, -1]
 
 
 def test_single_pass_releases_its_gradients_in_backward():
@@ -136,7 +152,7 @@ def test_recompute_without_its_exponentials(place, reduction):
     """They serve one backward. Those that keep the graph, and any that comes after, recompute everything."""
     if place.schedule != "recompute":
         pytest.skip("about recompute")
-    options = dict(reduction=reduction, softcap=5.0, label_smoothing=0.1)
+    options = dict(reduction=reduction, softcap=8.0, label_smoothing=0.1)
     case = Case(tokens=100, hidden=64, vocab=1000, dtype=place.dtypes[0], device=place.device, options=options)
     x, weight, target, *_ = case.tensors()
     loss = fused_linear_cross_entropy(x, weight, target, **place.call, **options)

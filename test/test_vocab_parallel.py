@@ -14,14 +14,14 @@ import liger_cutedsl
 WORKER = Path(__file__).parent / "vocab_parallel_worker.py"
 
 
-def launch(world: int, *suites: str) -> list[tuple[int, str]]:
+def launch(world: int, *suites: str, **variables: str) -> list[tuple[int, str]]:
     """(exit status, output) of every rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = []
     for rank in range(world):
-        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world)}
+        environment = {**os.environ, **variables, "RANK": str(rank), "WORLD_SIZE": str(world)}
         environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
         command = [sys.executable, "-W", "ignore", str(WORKER), *suites]
         ranks.append(subprocess.Popen(command, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True))
@@ -33,6 +33,13 @@ def launch(world: int, *suites: str) -> list[tuple[int, str]]:
 def test_ranks_agree_with_one_process(world):
     suites = ("options", "shards", "bytes", "errors", "dtensor")
     for rank, (status, output) in enumerate(launch(world, *suites)):
+        assert status == 0 and f"rank {rank} done" in output, output[-3000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_gpus_agree_with_one_process():
+    for rank, (status, output) in enumerate(launch(2, "options", "shards", DEVICE="cuda")):
         assert status == 0 and f"rank {rank} done" in output, output[-3000:]
 
 

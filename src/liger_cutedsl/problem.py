@@ -52,12 +52,13 @@ class Problem:
         return replace(self, x=self.x[rows], target=self.target[rows])
 
     def of_columns(self, columns: slice) -> Problem:
-        """The same for entries of the vocabulary from columns.start on; targets elsewhere are out of its range."""
-        start = columns.start or 0
+        """The same for a slice of the vocabulary. A target elsewhere becomes −1, not an index past the slice's end: a
+        kernel may take that for a column of its last, ragged tile."""
+        start, stop, _ = columns.indices(self.vocab)
         return replace(
             self,
             weight=self.weight[columns],
-            target=self.target - start if start else self.target,
+            target=torch.where((self.target >= start) & (self.target < stop), self.target - start, -1),
             bias=None if self.bias is None else self.bias[columns],
             ce_weight=None if self.ce_weight is None else self.ce_weight[columns],
         )

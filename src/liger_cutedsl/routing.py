@@ -99,7 +99,7 @@ def choose_route(problem: Problem, wanted: WantedGradients, settings: Settings) 
     budget = int(settings.workspace_mb * 2**20)
     if problem.tokens == 0:
         return _recompute_route(engine, problem, wanted, budget, reason)
-    obstacle = single_pass_obstacle(problem)
+    obstacle = single_pass_obstacle(problem, make_engine(engine).dz_dtype(problem.gemm_dtype))
     if settings.schedule == "single_pass" and obstacle and wanted:
         raise RuntimeError(
             f"schedule 'single_pass' was asked for but cannot run this call: {obstacle}. "
@@ -118,11 +118,13 @@ def choose_route(problem: Problem, wanted: WantedGradients, settings: Settings) 
     return replace(route, fallback=fallback)
 
 
-def single_pass_obstacle(problem: Problem) -> str | None:
-    """Why gradients in forward are not possible, or not accurate, for this call; or None."""
+def single_pass_obstacle(problem: Problem, e_dtype: torch.dtype) -> str | None:
+    """Why gradients in forward, from exponentials in e_dtype, are not possible or not accurate; or None."""
     options = problem.options
     if options.reduction == "none":
         return "reduction='none' knows its gradient's weights only in backward"
+    if recompute.too_coarse(problem, e_dtype):
+        return f"16-bit exponentials lose the slope of a softcap below {recompute.SMALLEST_SOFTCAP:g}"
     if problem.gemm_dtype == torch.float16:
         # Its scale is chosen before the coefficients are known, from N alone; and where exponentials underflow,
         # as fp16's do, the cap's slope is lost with them.

@@ -53,7 +53,7 @@ class VocabShard:
         return cls(group, start, max(0, min(rows, vocab - start)), vocab)
 
     def local(self, problem: Problem) -> Problem:
-        """The problem over this shard's own columns; targets elsewhere are out of its range."""
+        """The problem over this shard's own columns; targets elsewhere are −1."""
         return replace(problem, target=problem.target - self.start).of_columns(slice(0, self.valid))
 
 
@@ -157,7 +157,7 @@ def _route(local: Problem, wanted: WantedGradients, settings: Settings) -> Route
 
 def _target_here(local: Problem) -> torch.Tensor:
     """(N,) bool: whether the shard holds the target's column."""
-    return (local.target >= 0) & (local.target < local.vocab)
+    return local.target >= 0
 
 
 def _local_statistics(

@@ -1,0 +1,138 @@
+"""A vocabulary split over GPUs, measured: time, memory, and how much of the communication shows.
+
+torchrun --nproc-per-node 2 -m benchmark.vocab_parallel     into benchmark/results/<gpu>-x2.json
+
+For each vocabulary, interleaved on every rank: the whole head on one GPU (each rank runs it by itself), the split head,
+and the split head with its collectives replaced by nothing. The last gives wrong losses; its time is the split head's
+without communication. Time is that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import liger_cutedsl
+from benchmark.__main__ import environment, slug
+from benchmark.measure import Shape, peak_mb, time_ms
+from benchmark.report import RESULTS
+
+VOCABULARIES = (128256, 262144)
+
+
+class _Nothing:
+    """In place of a collective that was started."""
+
+    def wait(self):
+        pass
+
+
+class without_communication:
+    """The collectives of vocab_parallel.py return at once: a gather gives every rank's place this rank's numbers."""
+
+    def __enter__(self):
+        self._kept = dist.all_gather_into_tensor, dist.all_reduce
+
+        def gather(out, packed, **_):
+            out.view(-1, packed.numel()).copy_(packed.expand(out.numel() // packed.numel(), -1))
+
+        dist.all_gather_into_tensor, dist.all_reduce = gather, lambda *_, **__: _Nothing()
+
+    def __exit__(self, *_):
+        dist.all_gather_into_tensor, dist.all_reduce = self._kept
+
+
+def collective_ms(run) -> dict[str, float]:
+    """Device milliseconds of the NCCL kernels of one call, by collective. They include waiting for the other ranks."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    found = {"all_gather": 0.0, "all_reduce": 0.0}
+    for event in profile.key_averages():
+        for name in found:
+            if "nccl" in event.key.lower() and name.replace("_", "") in event.key.lower().replace("_", ""):
+                found[name] += event.self_device_time_total / 1e3
+    return found
+
+
+def slowest(value: float) -> float:
+    values = torch.tensor([value], device="cuda")
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return round(float(values), 4)
+
+
+def rows_of(vocab: int, rounds: int):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shape = Shape(8192, vocab, 4096)
+    x, weight, target = shape.inputs("cuda")
+    shard = weight.detach()[vocab * rank // world : vocab * (rank + 1) // world].clone().requires_grad_()
+
+    def whole(schedule):
+        def run():
+            x.grad = weight.grad = None
+            liger_cutedsl.fused_linear_cross_entropy(x, weight, target, schedule=schedule).backward()
+
+        return run
+
+    def split():
+        x.grad = shard.grad = None
+        liger_cutedsl.vocab_parallel_fused_linear_cross_entropy(x, shard, target).backward()
+
+    def silent():
+        with without_communication():
+            split()
+
+    runs = {"whole, default": whole("auto"), "whole, recompute": whole("recompute"), "split": split, "silent": silent}
+    peaks, times = {}, {name: [] for name in runs}
+    for name, run in runs.items():
+        run()
+        run()
+        x.grad = weight.grad = shard.grad = None
+        dist.barrier()
+        peaks[name] = peak_mb(run, (x, shard if name in ("split", "silent") else weight), "cuda")
+    for _ in range(rounds):
+        for name, run in runs.items():
+            dist.barrier()
+            run()  # untimed, as in measure.py
+            times[name].append(slowest(time_ms(run, "cuda")))
+    collectives = {name: slowest(ms) for name, ms in collective_ms(split).items()}
+    for name in runs:
+        ms = statistics.median(times[name])
+        row = {"kind": "vocab_parallel", "implementation": name, "ranks": world if name in ("split", "silent") else 1}
+        row |= {"tokens": shape.tokens, "vocab": vocab, "hidden": shape.hidden, "ms": round(ms, 4)}
+        row |= {"least_ms": min(times[name]), "greatest_ms": max(times[name]), "peak_mb": slowest(peaks[name])}
+        yield row | (collectives if name == "split" else {})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", help="the JSON lines file to write")
+    parser.add_argument("--rounds", type=int, default=7)
+    chosen = parser.parse_args()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    world = dist.get_world_size()
+    command = f"torchrun --nproc-per-node {world} -m benchmark.vocab_parallel"
+    lines = [environment("cuda") | {"command": command}]
+    for vocab in VOCABULARIES:
+        lines += rows_of(vocab, chosen.rounds)
+        torch.cuda.empty_cache()
+    if dist.get_rank() == 0:
+        path = Path(chosen.out) if chosen.out else RESULTS / f"{slug('cuda')}-x{world}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        for line in lines[1:]:
+            print(json.dumps(line), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
