@@ -65,6 +65,7 @@ def rows_of(measurement: Measurement, device: str):
             "dtype": str(shape.dtype).removeprefix("torch."),
             "forward_only": shape.forward_only,
             "frozen_weight": shape.frozen_weight,
+            "ignored": shape.ignored,
             "ms": _finite(row.ms),
             "least_ms": _finite(row.spread_ms[0]),
             "greatest_ms": _finite(row.spread_ms[1]),

@@ -40,10 +40,14 @@ def ours(**call):
     return lambda: _autograd(lambda x, w, t: liger_cutedsl.fused_linear_cross_entropy(x, w, t, **call))
 
 
-def _liger_triton():
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as function
+def _liger_triton(softcap=None):
+    def make():
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as function
 
-    return _autograd(lambda x, w, t: function.apply(x, w, t)[0])
+        rest = (None, None, -100, 0.0, 0.0, "mean", softcap)
+        return _autograd(lambda x, w, t: function.apply(x, w, t, *rest)[0])
+
+    return make
 
 
 def _liger_cute_sm90():
@@ -66,17 +70,31 @@ def _quack(**call):
     return make
 
 
-def _cce(implementation):
+def _cce(implementation, softcap=None):
     def make():
         from cut_cross_entropy import linear_cross_entropy
 
-        return _autograd(lambda x, w, t: linear_cross_entropy(x, w, t, impl=implementation))
+        return _autograd(lambda x, w, t: linear_cross_entropy(x, w, t, impl=implementation, softcap=softcap))
 
     return make
 
 
+def _plain(x, weight, target):
+    return F.cross_entropy(F.linear(x, weight).float(), target)
+
+
 def _torch_plain():
-    return _autograd(lambda x, w, t: F.cross_entropy(F.linear(x, w).float(), t))
+    return _autograd(_plain)
+
+
+def _torch_compiled():
+    return _autograd(torch.compile(_plain, dynamic=False))
+
+
+def _torch_linear_cross_entropy():
+    if not hasattr(F, "linear_cross_entropy"):
+        raise RuntimeError(f"torch {torch.__version__} has no torch.nn.functional.linear_cross_entropy")
+    return _autograd(lambda x, w, t: F.linear_cross_entropy(x, w, t))
 
 
 def _floor():
@@ -109,14 +127,22 @@ def _floor():
     return run
 
 
-ALL_OPTIONS = dict(softcap=30.0, label_smoothing=0.1, lse_square_scale=1e-4, use_token_scaling=True)
-METRICS = dict(return_z_loss=True, return_token_accuracy=True)
+OPTIONS = {
+    "bias": {},
+    "ce_weight": {},
+    "softcap": dict(softcap=30.0),
+    "smoothing": dict(label_smoothing=0.1),
+    "z_loss": dict(lse_square_scale=1e-4),
+    "token_scaling": dict(use_token_scaling=True),
+    "metrics": dict(return_z_loss=True, return_token_accuracy=True),
+}
 
 
-def ours_with_all_options(**call):
-    """bias, class weights, softcap, smoothing, z-loss, token scaling and the metrics."""
+def ours_with(options, **call):
+    """Some of OPTIONS by name; the vectors are drawn once a vocabulary, the bias is trained."""
 
     def make():
+        values = {name: value for option in options for name, value in OPTIONS[option].items()}
         vectors = {}
 
         def loss(x, w, t):
@@ -124,8 +150,9 @@ def ours_with_all_options(**call):
                 bias = torch.randn(w.shape[0], device=x.device, dtype=x.dtype, requires_grad=True)
                 vectors.update(vocab=w.shape[0], bias=bias, ce_weight=torch.rand(w.shape[0], device=x.device) + 0.5)
             vectors["bias"].grad = None
-            rest = dict(bias=vectors["bias"], ce_weight=vectors["ce_weight"], **ALL_OPTIONS, **METRICS)
-            return liger_cutedsl.fused_linear_cross_entropy(x, w, t, **rest, **call).loss
+            used = {name: vectors[name] for name in ("bias", "ce_weight") if name in options}
+            output = liger_cutedsl.fused_linear_cross_entropy(x, w, t, **used, **values, **call)
+            return output if isinstance(output, torch.Tensor) else output.loss
 
         return _autograd(loss)
 
@@ -147,17 +174,23 @@ IMPLEMENTATIONS = {
         Implementation("floor", "cuBLAS, no loss: one GEMM forward, three for forward and backward", _floor, False),
         Implementation("single_pass", "ours, the default", ours()),
         Implementation("single_pass-288", "ours, a workspace of 288 MiB", ours(workspace_mb=288)),
-        Implementation("single_pass-all", "ours, every option", ours_with_all_options()),
+        Implementation("single_pass-all", "ours, every option", ours_with(OPTIONS)),
         Implementation("single_pass-half", "ours, half of the targets ignored at random", ours_ignoring_half()),
         Implementation("recompute", "ours, schedule recompute", ours(schedule="recompute")),
-        Implementation("recompute-all", "ours, recompute, every option", ours_with_all_options(schedule="recompute")),
+        Implementation("recompute-all", "ours, recompute, every option", ours_with(OPTIONS, schedule="recompute")),
         Implementation("recompute-half", "ours, recompute, half ignored", ours_ignoring_half(schedule="recompute")),
-        Implementation("liger-triton", "Liger-Kernel's Triton operator", _liger_triton),
+        Implementation("liger-triton", "Liger-Kernel's Triton operator", _liger_triton()),
         Implementation("liger-cute-sm90", "Liger-Kernel's CuTe function for SM90", _liger_cute_sm90),
         Implementation("quack-base", "quack, base", _quack(use_scaled_exp=False, tuned=False)),
         Implementation("quack-exp-2048", "quack, scaled-exp, chunk 2048", _quack(chunk_size=2048)),
         Implementation("cce", "Cut Cross Entropy, default", _cce("cce")),
         Implementation("cce-exact", "Cut Cross Entropy, exact", _cce("cce_exact")),
         Implementation("torch", "plain PyTorch, logits stored", _torch_plain),
+        Implementation("torch-compile", "torch.compile of the same", _torch_compiled),
+        Implementation("torch-linear-ce", "torch.nn.functional.linear_cross_entropy", _torch_linear_cross_entropy),
+        Implementation("liger-triton-softcap", "Liger-Kernel's Triton operator", _liger_triton(softcap=30.0)),
+        Implementation("cce-softcap", "Cut Cross Entropy, default", _cce("cce", softcap=30.0)),
+        *(Implementation(f"single_pass-{o}", f"ours, {o}", ours_with((o,))) for o in OPTIONS),
+        *(Implementation(f"recompute-{o}", f"ours, {o}", ours_with((o,), schedule="recompute")) for o in OPTIONS),
     )
 }

@@ -19,13 +19,16 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
     forward_only: bool = False
     frozen_weight: bool = False
+    ignored: float = 0.0
 
     def inputs(self, device, seed=0):
-        """x ~ N(0, 1), W ~ N(0, 1/H): logits of standard deviation 1. Targets uniform."""
+        """x ~ N(0, 1), W ~ N(0, 1/H): logits of standard deviation 1. Targets uniform, a share of them ignored."""
         g = torch.Generator(device).manual_seed(seed)
         x = torch.randn(self.tokens, self.hidden, device=device, generator=g).to(self.dtype)
         w = (torch.randn(self.vocab, self.hidden, device=device, generator=g) * self.hidden**-0.5).to(self.dtype)
         target = torch.randint(0, self.vocab, (self.tokens,), device=device, generator=g)
+        if self.ignored:
+            target[torch.rand(self.tokens, device=device, generator=g) < self.ignored] = -100
         backward = not self.forward_only
         return x.requires_grad_(backward), w.requires_grad_(backward and not self.frozen_weight), target
 

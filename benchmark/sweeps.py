@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmark.implementations import OPTIONS
 from benchmark.measure import Shape
 
 PEERS = ("floor", "single_pass", "recompute", "liger-triton", "quack-base", "quack-exp-2048", "cce", "torch")
@@ -26,7 +27,10 @@ ALL = (
     "cce",
     "cce-exact",
     "torch",
+    "torch-compile",
+    "torch-linear-ce",
 )
+SOFTCAPPED = ("Gemma 2 2B",)  # models whose head caps its logits, at 30
 
 # (model, H, V) of heads people train.
 MODELS = (
@@ -61,7 +65,7 @@ def gpu_sweeps() -> list[Measurement]:
     found = [
         Measurement("reference", "forward + backward", REFERENCE, ALL, 7),
         Measurement("reference", "forward", Shape(8192, 128256, 4096, forward_only=True), PEERS, 7),
-        Measurement("reference", "W frozen", Shape(8192, 128256, 4096, frozen_weight=True), OURS[1:] + PEERS[3:]),
+        Measurement("reference", "W frozen", Shape(8192, 128256, 4096, frozen_weight=True), PEERS, 5),
     ]
     for vocab in (32000, 102400, 128256, 152064, 201088, 262144):
         found.append(Measurement("vocabulary", f"V={vocab}", Shape(8192, vocab, 4096), PEERS))
@@ -69,10 +73,20 @@ def gpu_sweeps() -> list[Measurement]:
         few = PEERS if tokens <= 8192 else tuple(p for p in PEERS if p not in ("torch", "cce"))
         found.append(Measurement("tokens", f"N={tokens}", Shape(tokens, 128256, 4096), few, 5 if tokens < 32768 else 3))
     for model, hidden, vocab in MODELS:
-        found.append(Measurement("models", model, Shape(8192, vocab, hidden), (*OURS, "liger-triton", "cce"), 3))
+        compared = (*OURS[1:], "liger-triton", "cce")
+        if model in SOFTCAPPED:
+            model, compared = f"{model}, softcap", tuple(f"{name}-softcap" for name in compared)
+        found.append(Measurement("models", model, Shape(8192, vocab, hidden), ("floor", *compared), 3))
+    for share in (0.25, 0.5, 0.75, 0.9):
+        shape, label = Shape(8192, 128256, 4096, ignored=share), f"{share:.0%} ignored"
+        found.append(Measurement("ignored", label, shape, (*OURS, "liger-triton", "quack-base", "cce"), 3))
+    alone = tuple(f"{schedule}-{option}" for schedule in OURS[1:] for option in OPTIONS)
+    found.append(Measurement("options", "forward + backward", REFERENCE, (*OURS, *alone), 5))
     for dtype in (torch.float16, torch.float32):
         shape = Shape(4096, 32000, 2048, dtype)
         found.append(Measurement("dtypes", str(dtype).removeprefix("torch."), shape, (*OURS, "liger-triton")))
+    # the first shape once more, at the other end of the run
+    found.append(Measurement("repeat", "forward + backward", REFERENCE, (*PEERS[:6], "single_pass-288"), 7))
     return found
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from liger_cutedsl import LossOptions, fused_linear_cross_entropy
 from reference import GRADIENT_BOUND, Case, assert_close, check_case, reference
 
+ALL = dict(softcap=10.0, label_smoothing=0.1, lse_square_scale=1e-2, use_token_scaling=True)
 OPTIONS = {
     "plain": {},
     "sum": dict(reduction="sum"),
@@ -20,8 +21,10 @@ OPTIONS = {
     "z_loss": dict(lse_square_scale=1e-2),
     "token_scaling": dict(use_token_scaling=True),
     "accum_dtype": dict(accum_dtype=torch.float32),
-    "all": dict(softcap=8.0, label_smoothing=0.1, lse_square_scale=1e-2, use_token_scaling=True, reduction="mean"),
-    "all_none": dict(softcap=8.0, label_smoothing=0.1, lse_square_scale=1e-2, use_token_scaling=True, reduction="none"),
+    "all": dict(softcap=10.0, label_smoothing=0.1, lse_square_scale=1e-2, use_token_scaling=True, reduction="mean"),
+    "all_none": dict(
+        softcap=10.0, label_smoothing=0.1, lse_square_scale=1e-2, use_token_scaling=True, reduction="none"
+    ),
 }
 
 

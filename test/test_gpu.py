@@ -196,14 +196,17 @@ def test_a_wrong_guess_about_ignored_targets_does_no_harm(schedule):
     from liger_cutedsl.rows import TargetCheck
 
     for ignored, dense_next in ((0.0, True), (0.0, True), (0.4, False), (0.4, False), (0.0, True)):
-        case = Case(256, 64, 5000, dtype=torch.bfloat16, device="cuda", ignored=ignored)
+        # an ignore_index that is no index of the class weights: they must not be read there
+        options = dict(ignore_index=10**6)
+        case = Case(256, 64, 5000, dtype=torch.bfloat16, device="cuda", ignored=ignored, options=options)
+        case.ce_weight = True
         check_case(case, engine="cute", schedule=schedule)
-        x, weight, target, *_ = case.tensors()
+        x, weight, target, _, ce_weight = case.tensors()
         assert TargetCheck(Problem(x, weight, target)).likely_dense == dense_next
     fused_linear_cross_entropy(x, weight, target, engine="cute")
     target[3] = 5000
     with pytest.raises(ValueError, match="got 5000"):  # found behind the first GEMM
-        fused_linear_cross_entropy(x, weight, target, engine="cute", schedule=schedule)
+        fused_linear_cross_entropy(x, weight, target, ce_weight=ce_weight, engine="cute", schedule=schedule)
 
 
 def test_vocabulary_parallel_over_one_nccl_rank():

@@ -143,8 +143,8 @@ def row_weights(problem: Problem) -> RowWeights:
             inverse_d = inverse_dz = target_weight.sum().reciprocal()
     total = float(problem.vocab)
     if problem.ce_weight is not None:
-        target = problem.target if ignored is None else problem.target.masked_fill(ignored, 0)
-        target_weight = target_weight * problem.ce_weight[target.long()]
+        # Clamped: ignore_index may be any number, and a call that began as dense may turn out not to be.
+        target_weight = target_weight * problem.ce_weight[problem.target.long().clamp(0, problem.vocab - 1)]
         total = problem.ce_weight.sum()
         if mean:  # weights that sum to zero over valid rows give 0/0 = NaN, as in torch
             inverse_d = target_weight.sum().reciprocal()

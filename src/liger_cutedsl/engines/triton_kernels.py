@@ -66,7 +66,8 @@ def _scale_in_place(data, factor, n, BLOCK: tl.constexpr):
     if scale != 1.0:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(data + at, mask=at < n)
-        tl.store(data + at, (value.to(tl.float32) * scale.to(tl.float32)).to(data.dtype.element_ty), mask=at < n)
+        wide: tl.constexpr = tl.float64 if data.dtype.element_ty == tl.float64 else tl.float32
+        tl.store(data + at, (value.to(wide) * scale.to(wide)).to(data.dtype.element_ty), mask=at < n)
 
 
 def scale_in_place(data: torch.Tensor, factor: torch.Tensor) -> None:
