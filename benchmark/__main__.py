@@ -29,9 +29,9 @@ ACCURACY = ("recompute", "single_pass", "liger-triton", "quack-base", "quack-exp
 PACKAGES = ("torch", "triton", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy")
 
 
-def environment(device: str) -> dict:
+def environment(device: str, command: str) -> dict:
     """Everything a reader needs to judge the rows that follow it."""
-    found = {"kind": "environment", "command": "python -m benchmark " + " ".join(sys.argv[1:]), "device": device}
+    found = {"kind": "environment", "command": command, "device": device}
     found["versions"] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -103,7 +103,10 @@ def run(chosen) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     done = {(r["sweep"], r["label"]) for r in report.read(path) if r["kind"] == "time"} if path.exists() else set()
     with path.open("a") as out:
-        out.write(json.dumps(environment(device)) + "\n")
+        words = [f"--{n}" for n in ("quick", "cpu") if getattr(chosen, n)] + [
+            f"--sweep {s}" for s in chosen.sweep or ()
+        ]
+        out.write(json.dumps(environment(device, " ".join(["python -m benchmark", *words]))) + "\n")
         for measurement in tqdm([m for m in sweeps if (m.sweep, m.label) not in done], unit="shape"):
             for row in rows_of(measurement, device):
                 out.write(json.dumps(row) + "\n")

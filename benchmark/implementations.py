@@ -98,11 +98,12 @@ def _torch_linear_cross_entropy():
 
 
 def _floor():
-    """The three GEMMs alone, through cuBLAS in chunks of 4096 rows; one GEMM for a forward pass."""
+    """The GEMMs alone, through cuBLAS in chunks of 4096 rows: one forward, and one for each gradient wanted."""
     buffers = {}
 
     def run(x, weight, target):
         wants = x.requires_grad and torch.is_grad_enabled()
+        wants_dw = weight.requires_grad
         x, weight = x.detach(), weight.detach()
         rows = min(4096, x.shape[0]) if wants else x.shape[0]
         logits = buffers.get("logits")
@@ -118,6 +119,8 @@ def _floor():
             z = logits[: chunk.shape[0]]
             torch.mm(chunk, weight.t(), out=z)
             torch.mm(z, weight, out=dx[start : start + rows])
+            if not wants_dw:
+                continue
             if start:
                 torch.addmm(dw, z.t(), chunk, out=dw)
             else:

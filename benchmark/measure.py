@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -47,7 +48,8 @@ class Row:
 
 
 def measure(implementations: list[Implementation], shape: Shape, rounds: int, device="cuda") -> dict[str, Row]:
-    """Every implementation at one shape, their rounds interleaved: drift of clocks and power hits all alike."""
+    """Every implementation at one shape, their rounds interleaved and shuffled: drift of clocks and power hits all
+    alike."""
     x, weight, target = shape.inputs(device)
     rows, runs = {}, {}
 
@@ -71,8 +73,10 @@ def measure(implementations: list[Implementation], shape: Shape, rounds: int, de
             row.skipped = f"{type(error).__name__}: {error}"[:200]
         x.grad = weight.grad = None
         _empty_cache(device)
+    order = random.Random(0)
     for _ in range(rounds):
-        for name, run in runs.items():
+        # In another order each round: a GPU at its power limit is faster after a call that drew less.
+        for name, run in order.sample(list(runs.items()), len(runs)):
             # An untimed call first: after the pause of a synchronisation a GPU runs a few ms at clocks that its
             # power limit does not sustain, which flatters whatever is short.
             call(run)

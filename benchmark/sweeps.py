@@ -63,7 +63,7 @@ REFERENCE = Shape(8192, 128256, 4096)
 
 def gpu_sweeps() -> list[Measurement]:
     found = [
-        Measurement("reference", "forward + backward", REFERENCE, ALL, 7),
+        Measurement("reference", "forward + backward", REFERENCE, ALL, 9),
         Measurement("reference", "forward", Shape(8192, 128256, 4096, forward_only=True), PEERS, 7),
         Measurement("reference", "W frozen", Shape(8192, 128256, 4096, frozen_weight=True), PEERS, 5),
     ]
@@ -84,9 +84,10 @@ def gpu_sweeps() -> list[Measurement]:
     found.append(Measurement("options", "forward + backward", REFERENCE, (*OURS, *alone), 5))
     for dtype in (torch.float16, torch.float32):
         shape = Shape(4096, 32000, 2048, dtype)
-        found.append(Measurement("dtypes", str(dtype).removeprefix("torch."), shape, (*OURS, "liger-triton")))
+        ours = OURS if dtype.itemsize == 2 else OURS[:2]  # float32 runs on Liger's Triton operator
+        found.append(Measurement("dtypes", str(dtype).removeprefix("torch."), shape, (*ours, "liger-triton")))
     # the first shape once more, at the other end of the run
-    found.append(Measurement("repeat", "forward + backward", REFERENCE, (*PEERS[:6], "single_pass-288"), 7))
+    found.append(Measurement("repeat", "forward + backward", REFERENCE, (*PEERS[:6], "single_pass-288"), 9))
     return found
 
 

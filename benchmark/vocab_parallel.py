@@ -128,7 +128,7 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     world = dist.get_world_size()
     command = f"torchrun --nproc-per-node {world} -m benchmark.vocab_parallel"
-    lines = [environment("cuda") | {"command": command}]
+    lines = [environment("cuda", command)]
     for vocab in VOCABULARIES:
         lines += rows_of(vocab, chosen.rounds)
         torch.cuda.empty_cache()

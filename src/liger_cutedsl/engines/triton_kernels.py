@@ -135,13 +135,14 @@ def _dz_of_exp(
     depends on its maximum is computed once a grain."""
     log2_e: tl.constexpr = 1.4426950408889634
     ln_2: tl.constexpr = 0.6931471805599453
-    grain = tl.program_id(0) * (BLOCK // GRAIN) + tl.arange(0, BLOCK // GRAIN)
+    block = tl.program_id(1)
+    grain = block * (BLOCK // GRAIN) + tl.arange(0, BLOCK // GRAIN)
     column = (grain * GRAIN)[:, None] + tl.arange(0, GRAIN)[None, :]
     here = column < vocab
     total = tl.zeros((BLOCK // GRAIN, GRAIN), tl.float32)
     if CE_WEIGHT:
         weight = tl.load(ce_weight + column, mask=here, other=0.0)
-    first = tl.program_id(1).to(tl.int64) * ROWS
+    first = tl.program_id(0).to(tl.int64) * ROWS
     for index in range(0, tl.minimum(ROWS, rows - first)):
         row = first + index
         value = tl.load(e + row * stride + column, mask=here, other=0.0).to(tl.float32)
@@ -161,13 +162,13 @@ def _dz_of_exp(
             tanh = base[:, None] + log * (ln_2 * inverse_softcap)
             dz *= 1.0 - tl.minimum(tanh * tanh, 1.0)
         at = tl.load(target + row)
-        if (at >= tl.program_id(0) * BLOCK) & (at < (tl.program_id(0) + 1) * BLOCK):
+        if (at >= block * BLOCK) & (at < (block + 1) * BLOCK):
             dz = tl.where(column == at, tl.load(fix + row), dz)
         tl.store(e + row * stride + column, dz.to(e.dtype.element_ty), mask=here)
         if COLUMN_SUMS:
             total += dz
     if COLUMN_SUMS:
-        tl.store(column_sums + tl.program_id(1).to(tl.int64) * vocab + column, total, mask=here)
+        tl.store(column_sums + tl.program_id(0).to(tl.int64) * vocab + column, total, mask=here)
 
 
 SUMMED_ROWS = 64  # rows whose columns one block of _dz_of_exp sums: their float32 sums take 1/32 of 16-bit e
@@ -185,7 +186,8 @@ def dz_of_exp(
     (n, vocab), block, at_once = e.shape, 2048, SUMMED_ROWS if column_sums else 1
     sums = torch.empty(triton.cdiv(n, at_once), vocab, device=e.device) if column_sums else unused
     with torch.cuda.device(e.device):
-        _dz_of_exp[(triton.cdiv(vocab, block), triton.cdiv(n, at_once))](
+        # rows first: a grid's second dimension ends at 65535
+        _dz_of_exp[(triton.cdiv(n, at_once), triton.cdiv(vocab, block))](
             e,
             e.stride(0),
             tile_max,
