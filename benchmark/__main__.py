@@ -103,9 +103,8 @@ def run(chosen) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     done = {(r["sweep"], r["label"]) for r in report.read(path) if r["kind"] == "time"} if path.exists() else set()
     with path.open("a") as out:
-        words = [f"--{n}" for n in ("quick", "cpu") if getattr(chosen, n)] + [
-            f"--sweep {s}" for s in chosen.sweep or ()
-        ]
+        words = [f"--{name}" for name in ("quick", "cpu") if getattr(chosen, name)]
+        words += [f"--sweep {sweep}" for sweep in chosen.sweep or ()]
         out.write(json.dumps(environment(device, " ".join(["python -m benchmark", *words]))) + "\n")
         for measurement in tqdm([m for m in sweeps if (m.sweep, m.label) not in done], unit="shape"):
             for row in rows_of(measurement, device):

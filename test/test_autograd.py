@@ -170,26 +170,6 @@ def test_nothing_of_the_size_of_the_logits_is_allocated(place):
     assert recorder.largest == tokens * vocab
 
 
-def test_inside_a_compiled_model():
-    """One graph break around the operator, and the numbers of eager mode."""
-    from liger_cutedsl import LigerFusedLinearCrossEntropyFunction
-
-    head = torch.nn.Linear(16, 100)
-    x, target = torch.randn(8, 16, requires_grad=True), torch.randint(0, 100, (8,))
-
-    def keyword(x):
-        return fused_linear_cross_entropy(torch.tanh(x), head.weight, target, bias=head.bias)
-
-    def ligers_class(x):
-        return LigerFusedLinearCrossEntropyFunction.apply(torch.tanh(x), head.weight, target, head.bias)[0]
-
-    for function in (keyword, ligers_class):
-        expected = torch.autograd.grad(function(x), (x, head.weight))
-        found = torch.autograd.grad(torch.compile(function, backend="aot_eager")(x), (x, head.weight))
-        for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(a, b)
-
-
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_nothing_is_kept_alive(reduction):
     """Inputs and gradients go when their owner lets go of them, and a thousand calls leave no tensor behind."""

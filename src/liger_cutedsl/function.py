@@ -92,7 +92,7 @@ class _Call(NamedTuple):
     confirm: Callable[[], None] | None = None
 
 
-def _prepare(check: TargetCheck, settings: Settings, wanted: WantedGradients) -> _Call:
+def prepare(check: TargetCheck, settings: Settings, wanted: WantedGradients) -> _Call:
     """Everything that can be refused is refused before anything is computed: shapes by check_tensors, the rest here."""
     rows = check.rows()
     compact = check.compact(rows)
@@ -112,12 +112,13 @@ def _begin_dense(check: TargetCheck, settings: Settings, wanted: WantedGradients
     return _Call(problem, route, Rows(), wanted, problem.target, check.confirm_dense)
 
 
-@torch.compiler.disable  # a compiled model runs it between two graphs, with the numbers of eager mode
+@torch.compiler.disable  # what compiled.py does not trace runs between two graphs
 def run(problem: Problem, settings: Settings) -> LossOutput:
     """Checks, routes and runs a problem under autograd."""
     if is_dtensor(problem.weight) or is_dtensor(problem.x):
         return run_dtensor(problem, settings)
     check_tensors(problem)
+    _refuse_function_transforms(problem)
     wanted, apply = wanted_gradients(problem), _FusedLinearCrossEntropy.apply
     with torch.no_grad():
         check = TargetCheck(problem)
@@ -128,21 +129,31 @@ def run(problem: Problem, settings: Settings) -> LossOutput:
         except NotDense:
             pass  # nothing was handed out; the rows that count are computed below
     with torch.no_grad():
-        call = _prepare(check, settings, wanted)
+        call = prepare(check, settings, wanted)
     return LossOutput(*apply(problem.x, problem.weight, problem.bias, call))
 
 
+def _refuse_function_transforms(problem: Problem) -> None:
+    for name in ("x", "weight", "target", "bias", "ce_weight"):
+        value = getattr(problem, name)
+        if value is not None and torch._C._functorch.is_functorch_wrapped_tensor(value):
+            raise RuntimeError(
+                f"{name} is inside a torch.func transform (grad, vmap, jacrev, ...), which fused linear cross entropy "
+                "does not support: use torch.autograd.grad, and reduction='none' for one loss a row"
+            )
+
+
 def run_with_gradients(
-    problem: Problem, settings: Settings, wanted: WantedGradients, token_grad_output: torch.Tensor | None
+    problem: Problem, settings: Settings, wanted: WantedGradients, upstream: torch.Tensor | None
 ) -> tuple[LossOutput, Gradients]:
-    """A problem and its gradients in one go, outside autograd, for an upstream gradient (N,), or of 1."""
+    """A problem and its gradients in one go, outside autograd, for an upstream gradient () or (N,), or of 1."""
     check_tensors(problem)
     with torch.no_grad():
-        problem, route, rows, *_ = _prepare(TargetCheck(problem), settings, wanted)
+        problem, route, rows, *_ = prepare(TargetCheck(problem), settings, wanted)
         output, state = _schedule(route).forward(make_engine(route.engine), problem, route, wanted)
         if not wanted:
             return rows.spread_output(output), Gradients()
-        upstream = torch.ones_like(output.loss) if token_grad_output is None else rows.select(token_grad_output)
+        upstream = torch.ones_like(output.loss) if upstream is None else rows.select(upstream)
         gradients = _gradients(problem, route, wanted, state, upstream)
         return rows.spread_output(output), rows.spread_gradients(gradients)
 
@@ -172,7 +183,7 @@ def fused_linear_cross_entropy(
 
     Raises TypeError or ValueError naming the argument; RuntimeError where a forced engine cannot run the call.
     """
-    loss_options, shape = LossOptions(**options), getattr(target, "shape", None)
+    shape = getattr(target, "shape", None)
     plain = isinstance(x, torch.Tensor) and isinstance(target, torch.Tensor) and not is_dtensor(x)
     if plain and x.dim() != 2:
         if x.shape[:-1] != target.shape:
@@ -181,12 +192,14 @@ def fused_linear_cross_entropy(
                 f"{tuple(x.shape)}, got {tuple(target.shape)}"
             )
         x, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
-    problem = Problem(x, weight, target, bias, ce_weight, loss_options)
-    output = run(problem, Settings.resolve(engine, schedule, workspace_mb))
-    return output.result(shape)
+    route = dict(engine=engine, schedule=schedule, workspace_mb=workspace_mb)
+    if torch.compiler.is_compiling() and plain and not is_dtensor(weight):
+        return run_compiled(x, weight, target, bias, ce_weight, **route, **options).result(shape)
+    problem = Problem(x, weight, target, bias, ce_weight, LossOptions(**options))
+    return run(problem, Settings.resolve(**route)).result(shape)
 
 
-class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
+class LigerFusedLinearCrossEntropyFunction:
     """Liger-Kernel's class of this name: the same positional arguments, the same four results.
 
     apply(_input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction,
@@ -220,8 +233,22 @@ class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
         ce_mode=None,
         chunk_mem_const=1,
     ):
-        options = LossOptions.from_arguments(locals())
-        problem = Problem(_input, weight, target, bias, ce_weight, options)
+        options = dict(
+            ignore_index=ignore_index,
+            lse_square_scale=lse_square_scale,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+            softcap=softcap,
+            use_token_scaling=use_token_scaling,
+            accum_dtype=accum_dtype,
+            return_z_loss=return_z_loss,
+            return_token_accuracy=return_token_accuracy,
+            return_predicted_tokens=return_predicted_tokens,
+        )
+        if torch.compiler.is_compiling() and not (is_dtensor(weight) or is_dtensor(_input)):
+            tensors = (_input, weight, target, bias, ce_weight)
+            return tuple(run_compiled(*tensors, chunk_mem_const=chunk_mem_const, **options))
+        problem = Problem(_input, weight, target, bias, ce_weight, LossOptions(**options))
         return tuple(run(problem, Settings.resolve(chunk_mem_const=chunk_mem_const)))
 
 
@@ -247,3 +274,6 @@ def explain(
     problem = Problem(x, weight, target.reshape(-1), bias, ce_weight, LossOptions(**options))
     check_tensors(problem)
     return choose_route(problem, wanted_gradients(problem), Settings.resolve(engine, schedule, workspace_mb))
+
+
+from liger_cutedsl.compiled import run_compiled  # noqa: E402  (it builds on what stands above)

@@ -95,6 +95,7 @@ def vocab_parallel_fused_linear_cross_entropy(
     return output.result(shape)
 
 
+@torch.compiler.disable  # a compiled model runs it between two graphs
 def vocab_parallel_output(
     problem: Problem, group, vocab_start: int | None, vocab_size: int | None, settings: Settings
 ) -> LossOutput:

@@ -59,7 +59,7 @@ def forward(engine, problem: Problem, route: Route, wanted: WantedGradients) -> 
     sink = _GradientSink(engine, problem, wanted)
     problem = problem.for_kernels(route.dtype)
     dz_dtype, rows = engine.dz_dtype(problem.x.dtype), row_weights(problem)
-    dz_scale, scale = _fp16_scales(problem) if dz_dtype == torch.float16 else (1.0, 1.0)
+    dz_scale, scale = fp16_scales(problem) if dz_dtype == torch.float16 else (1.0, 1.0)
     upstream = torch.full((), dz_scale, dtype=problem.compute_dtype, device=problem.device)
     buffer = recompute.exponentials_buffer(problem, min(route.chunk, problem.tokens), dz_dtype)
     pieces = []
@@ -104,7 +104,7 @@ class _GradientSink:
         return Gradients(*(None if g is None else g.to(dtype) for g, dtype in zip(found, dtypes, strict=True)))
 
 
-def _fp16_scales(problem: Problem) -> tuple[float, float]:
+def fp16_scales(problem: Problem) -> tuple[float, float]:
     """(scale of dz, scale of the kept gradients), powers of two: a row's dz is at most about 1/N, or 1 for "sum"."""
     rows = max(problem.tokens, 1) if problem.options.reduction == "mean" else 1
     whole = 2.0 ** math.floor(math.log2(rows))

@@ -1,0 +1,265 @@
+"""The operator inside torch.compile: custom ops that a graph holds as one node each, forward and backward.
+
+A graph knows shapes, not data: it cannot hold rows that were dropped, or a schedule that was chosen for their number.
+So the ops take and return whole tensors and decide inside, as eager mode does, what to run:
+
+    forward   the loss and, where the upstream gradient is one number (mean, sum), the gradients for an upstream
+              gradient of 1, whichever schedule computes them; else the row statistics
+    backward  those gradients times the upstream gradient; else the gradients from the row statistics (`recompute`)
+
+Options go through as numbers and names, because a custom op takes no objects; environment variables count as they are
+when the graph is traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import fields, replace
+from typing import NamedTuple
+
+import torch
+
+from liger_cutedsl.engines import make_engine
+from liger_cutedsl.function import prepare, run_with_gradients
+from liger_cutedsl.objective import LossOutput, RowStatistics, row_weights
+from liger_cutedsl.options import LossOptions
+from liger_cutedsl.problem import Gradients, Problem, WantedGradients, autocast_dtype, check_tensors
+from liger_cutedsl.routing import Settings
+from liger_cutedsl.rows import TargetCheck
+from liger_cutedsl.schedules import recompute, single_pass
+
+_TENSORS = "Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight"
+_CALL = (
+    "int ignore_index, float lse_square_scale, float label_smoothing, str reduction, float? softcap, "
+    "bool use_token_scaling, ScalarType? accum_dtype, bool return_z_loss, bool return_token_accuracy, "
+    "bool return_predicted_tokens, "  # the fields of LossOptions, in their order
+    "str engine, str schedule, float? workspace_mb, int chunk_mem_const, ScalarType? autocast, "
+    "bool needs_x, bool needs_weight, bool needs_bias"
+)
+_OPTIONS = len(fields(LossOptions))
+
+
+class _Call(NamedTuple):
+    """The arguments of an op, as everything else in this package knows them."""
+
+    problem: Problem
+    settings: Settings
+    needs: tuple[bool, bool, bool]
+    autocast: torch.dtype | None
+
+    @classmethod
+    def of(cls, tensors, call) -> _Call:
+        engine, schedule, workspace_mb, chunk_mem_const, autocast, *needs = call[_OPTIONS:]
+        settings = Settings.resolve(engine, schedule, workspace_mb, chunk_mem_const)
+        return cls(Problem(*tensors, LossOptions(*call[:_OPTIONS])), settings, tuple(needs), autocast)
+
+    def context(self) -> contextlib.AbstractContextManager:
+        """The autocast the graph was traced under."""
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.problem.device.type, dtype=self.autocast)
+
+    @property
+    def wanted(self) -> WantedGradients:
+        return WantedGradients.of(self.problem, self.needs)
+
+
+@torch.compiler.assume_constant_result
+def _variable(name: str) -> str:
+    return os.environ.get(name) or "auto"
+
+
+def run_compiled(
+    x,
+    weight,
+    target,
+    bias,
+    ce_weight,
+    *,
+    engine=None,
+    schedule=None,
+    workspace_mb=None,
+    chunk_mem_const=1,
+    ignore_index=-100,
+    lse_square_scale=0.0,
+    label_smoothing=0.0,
+    reduction="mean",
+    softcap=None,
+    use_token_scaling=False,
+    accum_dtype=None,
+    return_z_loss=False,
+    return_token_accuracy=False,
+    return_predicted_tokens=False,
+) -> LossOutput:
+    """function.run for tensors (N, H), (V, H), (N,), written so that torch.compile can trace it."""
+    enabled = torch.is_grad_enabled()
+    loss, z_loss, accuracy, predicted, *_ = torch.ops.liger_cutedsl.flce(
+        x,
+        weight,
+        target,
+        bias,
+        ce_weight,
+        ignore_index,
+        lse_square_scale,
+        label_smoothing,
+        reduction,
+        softcap,
+        use_token_scaling,
+        accum_dtype,
+        return_z_loss,
+        return_token_accuracy,
+        return_predicted_tokens,
+        _variable("LIGER_CUTEDSL_ENGINE") if engine is None else engine,
+        _variable("LIGER_CUTEDSL_SCHEDULE") if schedule is None else schedule,
+        workspace_mb,
+        chunk_mem_const,
+        autocast_dtype(x.device),
+        *[enabled and v is not None and v.requires_grad for v in (x, weight, bias)],
+    )
+    return LossOutput(
+        loss,
+        z_loss.detach() if return_z_loss else None,
+        accuracy.detach() if return_token_accuracy else None,
+        predicted.detach() if return_predicted_tokens else None,
+    )
+
+
+def _gradients_in_forward(call: _Call) -> bool:
+    """Whether the gradients for an upstream gradient of 1 are all that backward needs, at the same accuracy.
+
+    Not for fp16 with what makes gradients of unknown size: their scale is chosen with the upstream gradient.
+    """
+    problem, options = call.problem, call.problem.options
+    unknown_size = problem.ce_weight is not None or options.lse_square_scale
+    fits = problem.gemm_dtype != torch.float16 or not unknown_size
+    return options.reduction != "none" and call.settings.schedule != "recompute" and fits
+
+
+def _upstream(problem: Problem) -> float:
+    """The upstream gradient of what forward keeps: 1, or what keeps fp16 gradients of a mean from vanishing."""
+    return single_pass.fp16_scales(problem)[1] if problem.gemm_dtype == torch.float16 else 1.0
+
+
+def _flce(*arguments):
+    """(loss, z_loss, token_accuracy, predicted_tokens, dx, dW, db, 1/upstream, lse, target_logit), empty if unused."""
+    call = _Call.of(arguments[:5], arguments[5:])
+    problem, upstream, kept, stats = call.problem, 1.0, (None, None, None), (None, None)
+    with call.context():
+        check_tensors(problem)
+        if _gradients_in_forward(call) or not call.wanted:
+            upstream = _upstream(problem)
+            scale = torch.full((), upstream, device=problem.device)
+            output, found = run_with_gradients(problem, call.settings, call.wanted, scale)
+            kept = (found.x, found.weight, found.bias)
+        else:
+            output, stats = _forward_only(call)
+    inverse = torch.full((), 1.0 / upstream, dtype=problem.compute_dtype, device=problem.device)
+    return tuple(problem.x.new_empty(0) if v is None else v for v in (*output, *kept, inverse, *stats))
+
+
+def _prepared(call: _Call):
+    """A call whose gradients are computed in backward, and which keeps nothing but row statistics until then."""
+    prepared = prepare(TargetCheck(call.problem), call.settings, call.wanted)
+    return prepared._replace(route=replace(prepared.route, kept=0))
+
+
+def _forward_only(call: _Call):
+    """The loss, and lse and target_logit (N,) for backward; zeros for Liger's operator, which recomputes them."""
+    problem, (local, route, rows, *_) = call.problem, _prepared(call)
+    if route.engine == "triton":
+        output, _ = run_with_gradients(problem, call.settings, WantedGradients(), None)
+        return output, (torch.zeros(problem.tokens, dtype=problem.compute_dtype, device=problem.device),) * 2
+    output, state = recompute.forward(make_engine(route.engine), local, route, call.wanted)
+    return rows.spread_output(output), [rows.spread(v, 0.0) for v in (state.stats.lse, state.stats.target_logit)]
+
+
+def _flce_fake(*arguments):
+    call = _Call.of(arguments[:5], arguments[5:])
+    problem, needs = call.problem, call.needs
+    with call.context():
+        check_tensors(problem)
+        in_forward = _gradients_in_forward(call)
+    options, dtype, x, target = problem.options, problem.compute_dtype, problem.x, problem.target
+    per_row = target.shape if options.reduction == "none" else ()
+
+    def empty(shape, dtype, there=True):
+        return x.new_empty(shape if there else (0,), dtype=dtype if there else x.dtype)
+
+    gradients = (
+        empty(v.shape, v.dtype) if v is not None and need and in_forward else x.new_empty(0)
+        for v, need in zip((x, problem.weight, problem.bias), needs, strict=True)
+    )
+    later = any(needs) and not in_forward
+    return (
+        empty(per_row, dtype),
+        empty(per_row, dtype, options.return_z_loss),
+        empty(per_row, torch.float32, options.return_token_accuracy),
+        empty(target.shape, torch.int64, options.return_predicted_tokens),
+        *gradients,
+        empty((), dtype),
+        empty(target.shape, dtype, later),
+        empty(target.shape, dtype, later),
+    )
+
+
+def _flce_backward(grad, lse, target_logit, *arguments):
+    """(dx, dW, db) for the upstream gradient, () or (N,), empty where not needed."""
+    call = _Call.of(arguments[:5], arguments[5:])
+    problem, wanted = call.problem, call.wanted
+    with call.context():
+        local, route, rows, *_ = _prepared(call)
+        if route.engine == "triton":
+            _, found = run_with_gradients(problem, call.settings, wanted, grad)
+        else:
+            stats = RowStatistics(rows.select(lse), rows.select(target_logit))
+            state = recompute.RecomputeState(stats, row_weights(local.for_kernels(route.dtype)))
+            found = recompute.backward(make_engine(route.engine), local, route, wanted, state, rows.select(grad))
+            found = rows.spread_gradients(found)
+    return tuple(problem.x.new_empty(0) if v is None else v for v in (found.x, found.weight, found.bias))
+
+
+def _flce_backward_fake(grad, lse, target_logit, x, weight, target, bias, *rest):
+    return tuple(
+        torch.empty_like(v, memory_format=torch.contiguous_format) if v is not None and need else x.new_empty(0)
+        for v, need in zip((x, weight, bias), rest[-3:], strict=True)
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    call = _Call.of(inputs[:5], inputs[5:])
+    with call.context():
+        ctx.in_forward = _gradients_in_forward(call)
+    ctx.needs, ctx.call = call.needs, inputs[5:]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*(output[4:8] if ctx.in_forward else (*output[8:], *inputs[:5])))
+
+
+def _backward(ctx, grad, *_metrics):
+    found = Gradients()
+    if grad is not None:
+        if ctx.in_forward:
+            *kept, inverse = ctx.saved_tensors
+            factor = grad * inverse
+            computed = [k * factor if need else None for k, need in zip(kept, ctx.needs, strict=True)]
+        else:
+            computed = torch.ops.liger_cutedsl.flce_backward(grad, *ctx.saved_tensors, *ctx.call)
+        found = Gradients(*(g if need else None for g, need in zip(computed, ctx.needs, strict=True)))
+    return found.x, found.weight, None, found.bias, None, *([None] * len(ctx.call))
+
+
+def _define(name: str, schema: str, function, fake):
+    op = torch.library.custom_op(f"liger_cutedsl::{name}", function, mutates_args=(), schema=schema)
+    op.register_fake(fake)
+    return op
+
+
+_define("flce", f"({_TENSORS}, {_CALL}) -> ({', '.join(['Tensor'] * 10)})", _flce, _flce_fake).register_autograd(
+    _backward, setup_context=_setup_context
+)
+_define(
+    "flce_backward",
+    f"(Tensor grad, Tensor lse, Tensor target_logit, {_TENSORS}, {_CALL}) -> (Tensor, Tensor, Tensor)",
+    _flce_backward,
+    _flce_backward_fake,
+)
