@@ -11,6 +11,7 @@ from liger_cutedsl.liger_switch import disable, enable
 from liger_cutedsl.objective import LossOutput
 from liger_cutedsl.options import LossOptions
 from liger_cutedsl.routing import Route
+from liger_cutedsl.versions import warn_about_untested_versions
 from liger_cutedsl.vocab_parallel import vocab_parallel_fused_linear_cross_entropy
 
 __all__ = [
@@ -25,3 +26,5 @@ __all__ = [
     "vocab_parallel_fused_linear_cross_entropy",
 ]
 __version__ = "0.1.0"
+
+warn_about_untested_versions()

@@ -123,6 +123,8 @@ def _work(arch: str) -> None:
     """The worker: variant names on standard input, JSON lines on standard output."""
     import quack.gemm_runtime.host as host
 
+    import liger_cutedsl.engines.cute_engine  # noqa: F401  (which settles where kernels are kept)
+
     # The one question a compilation asks the driver; its answer sizes launches and is not compiled in.
     host.get_max_active_clusters = lambda *_: 1
     wanted = set(sys.stdin.read().split())
@@ -160,22 +162,20 @@ def _compile(arch: str, variant: Variant) -> Compiled:
 
 def _trace(variant: Variant):
     """Runs the engine on small CPU tensors without launching: the very path of a real call. Returns the tile."""
-    from liger_cutedsl.engines.cute_engine import CuteEngine, tile_of
+    from liger_cutedsl.engines.cute_engine import CuteEngine, exp_kind, tile_of
     from liger_cutedsl.objective import RowCoefficients
     from liger_cutedsl.options import LossOptions
     from liger_cutedsl.problem import Problem
     from liger_cutedsl.schedules.tiling import Tile
 
     part, n, hidden = variant.part, 128, 64
-    with_options = part.softcap or part.smoothing or part.argmax
-    kind = "exp-options" if variant.kernel == "exp" and with_options else variant.kernel
-    tile = tile_of(kind, torch.empty(1))
-    vocab = 2 * tile.tile_n - variant.ragged
     options = LossOptions(
         softcap=1.0 if part.softcap else None,
         label_smoothing=0.1 if part.smoothing else 0.0,
         return_predicted_tokens=part.argmax,
     )
+    tile = tile_of(exp_kind(options) if variant.kernel == "exp" else variant.kernel, torch.empty(1))
+    vocab = 2 * tile.tile_n - variant.ragged
     x = torch.zeros(n, hidden, dtype=DTYPES[variant.dtype])
     vector = torch.zeros(vocab)
     problem = Problem(

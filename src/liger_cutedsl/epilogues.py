@@ -27,9 +27,13 @@ from dataclasses import dataclass
 
 LOG2_E = 1.4426950408889634
 LOWEST_MAXIMUM = -1e30  # stands for the maximum of a tile whose logits are all −inf: −inf − (−inf) is NaN
-EXP_HEADROOM_FP16 = 15  # fp16 exponentials are stored times 2^15: normal numbers down to 2⁻²⁹ of the maximum
 EXACT_INDICES = 2**24  # argmax carries column indices in float32, which holds integers exactly up to here
 SMALLEST = 2.0**-126  # of a normal number, in float32 and bf16
+
+
+def exp_headroom(dtype) -> int:
+    """h, where exponentials are stored times 2^h: 15 for fp16, so that they are normal numbers down to 2⁻²⁹."""
+    return 15 if str(dtype) == "torch.float16" else 0
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 
 from liger_cutedsl.dtensor import run_dtensor
-from liger_cutedsl.engines import make_engine
+from liger_cutedsl.engines import KernelFailure, make_engine
 from liger_cutedsl.objective import LossOutput
 from liger_cutedsl.options import LossOptions
 from liger_cutedsl.problem import Gradients, Problem, WantedGradients, check_tensors, is_dtensor, wanted_gradients
-from liger_cutedsl.routing import Route, Settings, choose_route, warn_about_fallback
+from liger_cutedsl.routing import Route, Settings, choose_route, give_up_on_cute, warn_about_fallback
 from liger_cutedsl.rows import NotDense, Rows, TargetCheck
 from liger_cutedsl.schedules.kept import KeptGradients
 
@@ -128,9 +128,15 @@ def run(problem: Problem, settings: Settings) -> LossOutput:
             return LossOutput(*apply(problem.x, problem.weight, problem.bias, call))
         except NotDense:
             pass  # nothing was handed out; the rows that count are computed below
+        except KernelFailure as failure:
+            give_up_on_cute(failure, settings)
     with torch.no_grad():
         call = prepare(check, settings, wanted)
-    return LossOutput(*apply(problem.x, problem.weight, problem.bias, call))
+    try:
+        return LossOutput(*apply(problem.x, problem.weight, problem.bias, call))
+    except KernelFailure as failure:
+        give_up_on_cute(failure, settings)
+        return run(problem, settings)
 
 
 def _refuse_function_transforms(problem: Problem) -> None:
@@ -149,12 +155,16 @@ def run_with_gradients(
     """A problem and its gradients in one go, outside autograd, for an upstream gradient () or (N,), or of 1."""
     check_tensors(problem)
     with torch.no_grad():
-        problem, route, rows, *_ = prepare(TargetCheck(problem), settings, wanted)
-        output, state = _schedule(route).forward(make_engine(route.engine), problem, route, wanted)
+        local, route, rows, *_ = prepare(TargetCheck(problem), settings, wanted)
+        try:
+            output, state = _schedule(route).forward(make_engine(route.engine), local, route, wanted)
+        except KernelFailure as failure:
+            give_up_on_cute(failure, settings)
+            return run_with_gradients(problem, settings, wanted, upstream)
         if not wanted:
             return rows.spread_output(output), Gradients()
         upstream = torch.ones_like(output.loss) if upstream is None else rows.select(upstream)
-        gradients = _gradients(problem, route, wanted, state, upstream)
+        gradients = _gradients(local, route, wanted, state, upstream)
         return rows.spread_output(output), rows.spread_gradients(gradients)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from liger_cutedsl.engines import make_engine
+from liger_cutedsl.engines import KernelFailure, make_engine
 from liger_cutedsl.epilogues import EXACT_INDICES
 from liger_cutedsl.problem import Problem, WantedGradients
 from liger_cutedsl.schedules import recompute, single_pass
@@ -226,6 +226,17 @@ def _choose_engine(problem: Problem, settings: Settings) -> tuple[str, str]:
     return ("torch", f"{obstacle}, and {second}") if second else ("triton", obstacle)
 
 
+_kernel_failure: str | None = None
+
+
+def give_up_on_cute(failure: KernelFailure, settings: Settings) -> None:
+    """After a kernel failed, this process routes past the CuTe engine. Raises the failure where it was asked for."""
+    global _kernel_failure
+    if settings.engine == "cute":
+        raise failure
+    _kernel_failure = str(failure)
+
+
 def cute_obstacle(problem: Problem, settings: Settings) -> str | None:
     """Why the CuTe engine cannot run this call, or None."""
     if problem.device.type != "cuda":
@@ -241,6 +252,8 @@ def cute_obstacle(problem: Problem, settings: Settings) -> str | None:
         return f"the CuTe kernels need H to be a multiple of 8, and it is {problem.hidden}"
     if problem.options.needs_argmax and problem.vocab > EXACT_INDICES:
         return f"the CuTe argmax holds indices up to {EXACT_INDICES}, and V is {problem.vocab}"
+    if _kernel_failure and settings.engine != "cute":
+        return _kernel_failure
     return _cute_import_error()
 
 

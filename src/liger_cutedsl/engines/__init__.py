@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 
+class KernelFailure(RuntimeError):
+    """A kernel of the CuTe engine could not be compiled or launched."""
+
+
 def make_engine(name: str, after_first_launch=None):
     """The engine of a Route; None for "triton", which is Liger-Kernel's operator and has no primitives of ours.
 

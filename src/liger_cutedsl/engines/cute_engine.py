@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from dataclasses import replace
 
 import torch
 
+from liger_cutedsl.engines import KernelFailure
 from liger_cutedsl.engines.cute_kernels import GemmTile, backward_kernel, exp_kernel, forward_kernel, gemm_tile
 from liger_cutedsl.engines.cute_ops import OnlineArgmax
 from liger_cutedsl.engines.triton_kernels import SUMMED_ROWS, dz_of_exp, fold_exp, fold_lse
-from liger_cutedsl.epilogues import EXP_HEADROOM_FP16, Epilogue, capped
+from liger_cutedsl.epilogues import Epilogue, capped, exp_headroom
+from liger_cutedsl.kernel_cache import use_private_cache
 from liger_cutedsl.objective import RowCoefficients, RowStatistics
+from liger_cutedsl.options import LossOptions
 from liger_cutedsl.problem import Problem
 from liger_cutedsl.schedules.tiling import TILE_QUANTUM, Tile, WaveModel
+
+use_private_cache()
 
 # Columns of a vocabulary tile. Wider than this, tiles gain nothing measurable and only take memory; narrower, the
 # GEMMs of a tile no longer fill the machine, and dX's accumulator dwarfs what would be saved.
@@ -37,9 +43,6 @@ class CuteEngine:
     def __init__(self, launch: bool = True, after_first_launch=None):
         self._launch = launch
         self._after_first_launch = after_first_launch
-
-    def _headroom(self, problem: Problem) -> int:
-        return EXP_HEADROOM_FP16 if problem.x.dtype == torch.float16 else 0
 
     def dz_dtype(self, gemm_dtype: torch.dtype) -> torch.dtype:
         return gemm_dtype
@@ -65,7 +68,7 @@ class CuteEngine:
 
     def exp_tile(self, problem: Problem) -> int:
         """Columns that share a maximum in exp_chunk."""
-        return tile_of(_exp_kind(problem), problem.x).tile_n
+        return tile_of(exp_kind(problem.options), problem.x).tile_n
 
     def _exp_partials(self, problem: Problem, columns: int) -> int:
         """Bytes a row of the partial results of exp_chunk."""
@@ -86,7 +89,7 @@ class CuteEngine:
         largest = min(fitting, LARGEST_CHUNK)
         if problem.tokens <= largest:
             return problem.tokens
-        return self._waves(_exp_kind(problem), problem).best_chunk(
+        return self._waves(exp_kind(problem.options), problem).best_chunk(
             problem.tokens, problem.vocab, problem.hidden, largest
         )
 
@@ -102,8 +105,8 @@ class CuteEngine:
 
     def exp_chunk(self, problem: Problem, out: torch.Tensor) -> tuple[RowStatistics, torch.Tensor]:
         """Exponentials relative to their tile's maximum into out (n, V); statistics, and the maxima m (n, tiles)."""
-        part, headroom = Epilogue.of(problem), self._headroom(problem)
-        arguments, tile, ragged = self._row_arguments(_exp_kind(problem), part, problem)
+        part, headroom = Epilogue.of(problem), exp_headroom(problem.x.dtype)
+        arguments, tile, ragged = self._row_arguments(exp_kind(problem.options), part, problem)
         sums, maxima = arguments["partials"], torch.empty_like(arguments["partials"])
         arguments.update(sum_exp=sums, tile_max_out=maxima, tile_max=tile.tile_n)
         if part.argmax:
@@ -128,7 +131,9 @@ class CuteEngine:
         """Turns exponentials (n, V) into dz in place, the targets' own entries exact. column_sums: returns Σ_i dz."""
         if not self._launch:
             return torch.empty(problem.vocab, device=e.device) if column_sums else None
-        return dz_of_exp(problem, e, tile_max, lse, rows, self.exp_tile(problem), self._headroom(problem), column_sums)
+        return dz_of_exp(
+            problem, e, tile_max, lse, rows, self.exp_tile(problem), exp_headroom(problem.x.dtype), column_sums
+        )
 
     def _row_arguments(self, kernel: str, part: Epilogue, problem: Problem) -> tuple[dict, GemmTile, bool]:
         """(arguments, tile, ragged): operands and outputs that the kernels over the whole vocabulary share.
@@ -179,15 +184,32 @@ class CuteEngine:
         """One GEMM on the tensors' device and its current stream, whatever the current device is."""
         x, weight = tma_operand(x), tma_operand(weight)
         arguments = {name: value for name, value in arguments.items() if name != "partials"}  # under its own name there
-        with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
-            kernel.gemm(x, weight, out, epi_args=arguments, _launch=self._launch, **tile.arguments())
+        with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext(), _one_at_a_time:
+            try:
+                kernel.gemm(x, weight, out, epi_args=arguments, _launch=self._launch, **tile.arguments())
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # CuTe DSL, the driver and the cache on disk each have errors of their own
+                raise KernelFailure(_failure_text(error)) from error
         if self._after_first_launch is not None:
             then, self._after_first_launch = self._after_first_launch, None
             then()
 
 
-def _exp_kind(problem: Problem) -> str:
-    options = problem.options
+# The first call from each of several threads may compile, and compiling is not known to be safe twice at once.
+_one_at_a_time = threading.RLock()
+
+
+def _failure_text(error: Exception) -> str:
+    return (
+        f"a CuTe kernel could not be compiled or launched ({type(error).__name__}: {str(error)[:300]}). See what is "
+        f"installed with `python -m liger_cutedsl`; QUACK_CACHE_DIR=FOLDER starts with an empty kernel cache, and "
+        f"LIGER_CUTEDSL_ENGINE=triton does without these kernels"
+    )
+
+
+def exp_kind(options: LossOptions) -> str:
+    """The name of exp_chunk's tile in GEMM_TILES."""
     with_options = options.softcap is not None or options.smoothing or options.needs_argmax
     return "exp-options" if with_options else "exp"
 

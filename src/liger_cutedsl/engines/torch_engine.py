@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 
 from liger_cutedsl.epilogues import (
-    EXP_HEADROOM_FP16,
     LOWEST_MAXIMUM,
     Epilogue,
     backward_epilogue,
     capped,
     dz_of_exp,
     exp_epilogue,
+    exp_headroom,
     exp_prepass,
     forward_epilogue,
 )
@@ -32,9 +32,6 @@ class TorchEngine:
 
     def __init__(self, dz_dtype: torch.dtype | None = None):
         self._dz_dtype = dz_dtype
-
-    def _headroom(self, problem: Problem) -> int:
-        return EXP_HEADROOM_FP16 if self.dz_dtype(problem.x.dtype) == torch.float16 else 0
 
     def dz_dtype(self, gemm_dtype: torch.dtype) -> torch.dtype:
         """What dz, and exponentials, are stored in for matrices multiplied in gemm_dtype."""
@@ -95,7 +92,7 @@ class TorchEngine:
     def exp_chunk(self, problem: Problem, out: torch.Tensor) -> tuple[RowStatistics, torch.Tensor]:
         """Exponentials relative to their tile's maximum into out (n, V); statistics, and the maxima of z (n, tiles)."""
         part = Epilogue.of(problem)
-        epilogue, prepass = exp_epilogue(part, self._headroom(problem)), exp_prepass(part)
+        epilogue, prepass = exp_epilogue(part, exp_headroom(self.dz_dtype(problem.x.dtype))), exp_prepass(part)
         x, fold, maxima = self.gemm_operand(problem.x), _RowFold(problem), []
         for tile in vocabulary_tiles(problem.vocab, self.exp_tile(problem)):
             acc = self._accumulator(x, problem, tile)
@@ -105,7 +102,7 @@ class TorchEngine:
             maxima.append(capped(part, tile_max, values)[0])
             outputs = epilogue(acc, **values, tile_max=tile_max[:, None])
             out[:, tile.columns] = outputs["D"]
-            sums = outputs["sum_exp"].sum(dim=1) * 2.0 ** -self._headroom(problem)
+            sums = outputs["sum_exp"].sum(dim=1) * 2.0 ** -exp_headroom(self.dz_dtype(problem.x.dtype))
             outputs["lse"] = (sums.log() + maxima[-1])[:, None]
             if outputs.pop("is_max", None) is not None:
                 outputs["argmax"] = outputs["target_logit"]
@@ -129,7 +126,9 @@ class TorchEngine:
             for name, column in (("lse", lse), ("row_a", rows.a), ("row_c", rows.c), ("m", maxima[:, index])):
                 if column is not None:
                     values[name] = column[:, None]
-            e[:, tile.columns] = dz_of_exp(part, self._headroom(problem), e[:, tile.columns].to(lse.dtype), values)
+            e[:, tile.columns] = dz_of_exp(
+                part, exp_headroom(self.dz_dtype(problem.x.dtype)), e[:, tile.columns].to(lse.dtype), values
+            )
         owner = problem.target.long()[:, None]
         valid = (owner >= 0) & (owner < problem.vocab)
         fix = torch.where(valid, rows.fix.to(e.dtype)[:, None], e.gather(1, owner.clamp(0, problem.vocab - 1)))

@@ -1,0 +1,72 @@
+"""Where compiled kernels are kept between processes.
+
+A cached kernel is machine code that the next process loads and runs: nobody but its user may write it. quack's own
+default lies below the shared temporary folder, where whoever comes first owns it. Unless QUACK_CACHE_DIR says more,
+ours is ~/.cache/liger_cutedsl/kernels (below XDG_CACHE_HOME, if set), readable and writable by its user alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import stat
+import tempfile
+import warnings
+from pathlib import Path
+
+
+def use_private_cache() -> None:
+    """Points quack at a folder of the user's own. Where a folder cannot be written, or others can write to it, kernels
+    live in a temporary one as long as the process, with a warning; what a read-only folder holds is still found."""
+    import quack.cache as quack_cache
+
+    if not quack_cache.CACHE_ENABLED:
+        return
+    chosen = quack_cache.CACHE_DIR
+    folder = Path(chosen) if chosen is not None else default_folder()
+    obstacle = _obstacle(folder)
+    if obstacle is None:
+        quack_cache.CACHE_DIR = str(folder)
+        return
+    readable = folder if "others" not in obstacle else None
+    quack_cache.CACHE_DIR = str(_temporary(readable))
+    warnings.warn(
+        f"compiled kernels cannot be kept in {folder}: {obstacle}. Each process compiles what it does not find, 2 "
+        f"to 4 seconds each; QUACK_CACHE_DIR=FOLDER chooses another folder",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def default_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "liger_cutedsl" / "kernels"
+
+
+def _obstacle(folder: Path) -> str | None:
+    """Why kernels cannot be kept there, or None. Creates the folder for its user alone."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        return f"it cannot be created ({error})"
+    if hasattr(os, "getuid"):
+        if found.st_mode & stat.S_IWOTH:
+            return "others can write to it, and what lies there runs as you (chmod o-w makes it usable)"
+        if found.st_uid not in (os.getuid(), 0):
+            return "it belongs to others, and what lies there runs as you"
+    if not os.access(folder, os.W_OK):
+        return "it cannot be written"
+    return None
+
+
+def _temporary(readable: Path | None) -> Path:
+    """A folder that goes with the process, with links to the kernels of another."""
+    temporary = Path(tempfile.mkdtemp(prefix="liger_cutedsl-"))
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    for kernel in readable.glob("*/*.o") if readable is not None and readable.is_dir() else ():
+        link = temporary / kernel.parent.name / kernel.name
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(kernel.resolve())
+    return temporary

@@ -1,0 +1,251 @@
+"""What goes wrong around the operator: kernel caches, packages, drivers; and what a user is told."""
+
+import os
+import re
+import stat
+import subprocess
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import liger_cutedsl
+from liger_cutedsl import compile_kernels, fused_linear_cross_entropy, kernel_cache, routing, versions
+from liger_cutedsl.engines import KernelFailure
+from liger_cutedsl.engines.torch_engine import TorchEngine
+
+ROOT = Path(__file__).parent.parent
+ONE_KERNEL = "backward/bf16/plain"
+
+
+@pytest.fixture
+def quack_cache(monkeypatch):
+    cache = pytest.importorskip("quack.cache")
+    monkeypatch.setattr(cache, "CACHE_DIR", None)
+    monkeypatch.setattr(cache, "CACHE_ENABLED", True)
+    return cache
+
+
+def test_kernels_are_kept_where_only_their_user_may_write(quack_cache, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernel_cache.use_private_cache()
+    folder = tmp_path / "liger_cutedsl" / "kernels"
+    assert str(folder) == quack_cache.CACHE_DIR
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_chosen_folder_is_kept(quack_cache, monkeypatch, tmp_path):
+    monkeypatch.setattr(quack_cache, "CACHE_DIR", str(tmp_path / "chosen"))
+    kernel_cache.use_private_cache()
+    assert str(tmp_path / "chosen") == quack_cache.CACHE_DIR and (tmp_path / "chosen").is_dir()
+
+
+def test_a_folder_others_can_write_is_not_read(quack_cache, monkeypatch, tmp_path):
+    (tmp_path / "fingerprint").mkdir()
+    (tmp_path / "fingerprint" / "planted.o").write_bytes(b"")
+    tmp_path.chmod(0o777)
+    monkeypatch.setattr(quack_cache, "CACHE_DIR", str(tmp_path))
+    with pytest.warns(RuntimeWarning, match=r"others can write to it.*chmod o-w.*QUACK_CACHE_DIR=FOLDER"):
+        kernel_cache.use_private_cache()
+    assert str(tmp_path) != quack_cache.CACHE_DIR
+    assert not list(Path(quack_cache.CACHE_DIR).rglob("*.o"))
+
+
+@pytest.mark.parametrize("obstacle", ["it cannot be written", "it cannot be created (read-only)"])
+def test_what_a_read_only_folder_holds_is_found(quack_cache, monkeypatch, tmp_path, obstacle):
+    kernel = tmp_path / "fingerprint" / "kernel.o"
+    kernel.parent.mkdir()
+    kernel.write_bytes(b"machine code")
+    monkeypatch.setattr(quack_cache, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernel_cache, "_obstacle", lambda folder: obstacle)  # root may write anywhere
+    with pytest.warns(RuntimeWarning, match="cannot be kept in .*" + re.escape(obstacle)):
+        kernel_cache.use_private_cache()
+    (found,) = Path(quack_cache.CACHE_DIR).rglob("*.o")
+    assert found.parent.name == "fingerprint" and found.read_bytes() == b"machine code"
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "cannot be created" in kernel_cache._obstacle(tmp_path / "file" / "kernels")
+    assert "cannot be created" in kernel_cache._obstacle(tmp_path / "file")
+
+
+def compile_once(folder, count=1):
+    """Compiles one kernel in `count` processes at once, into one cache folder."""
+    pytest.importorskip("quack")
+    code = (
+        "import sys, quack.gemm_runtime.host as host; host.get_max_active_clusters = lambda *_: 1\n"
+        "from liger_cutedsl.compile_kernels import _trace, all_variants\n"
+        f"_trace(next(v for v in all_variants() if v.name == {ONE_KERNEL!r})); print('done')"
+    )
+    environment = {**os.environ, "QUACK_ARCH": "90", "CUDA_VISIBLE_DEVICES": "", "QUACK_CACHE_DIR": str(folder)}
+    environment["CUTE_DSL_ARCH"] = "sm_90a"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    running = [
+        subprocess.Popen(command, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True) for _ in range(count)
+    ]
+    return [(process.communicate(timeout=200)[0], process.returncode) for process in running]
+
+
+@pytest.mark.slow
+def test_processes_that_start_at_once_share_the_cache_and_a_corrupt_kernel_is_compiled_again(tmp_path):
+    for output, status in compile_once(tmp_path, count=3):
+        assert status == 0 and "done" in output, output[-2000:]
+    (kernel,) = tmp_path.rglob("*.o")
+    whole = kernel.read_bytes()
+    kernel.write_bytes(whole[: len(whole) // 2])
+    ((output, status),) = compile_once(tmp_path)
+    assert status == 0 and "corrupt cached object" in output, output[-2000:]
+    assert len(kernel.read_bytes()) == len(whole)
+    assert not [p for p in tmp_path.rglob("*") if p.stat().st_mode & stat.S_IWOTH], "others may write"
+
+
+class BrokenEngine(TorchEngine):
+    """Fails where a GPU with an old driver would: when the first kernel is launched."""
+
+    def row_statistics(self, *_, **__):
+        raise KernelFailure("a CuTe kernel could not be compiled or launched (planted)")
+
+    exp_chunk = row_statistics
+
+
+@pytest.fixture
+def broken_cute(monkeypatch):
+    """A CPU that takes the CuTe engine for possible, and fails in it."""
+    original = routing._choose_engine
+
+    def choose(problem, settings):
+        if settings.engine == "cute" or (settings.engine == "auto" and routing._kernel_failure is None):
+            return "cute", "planted"
+        return original(problem, settings)
+
+    def make(name, after_first_launch=None):
+        return BrokenEngine() if name == "cute" else TorchEngine()
+
+    monkeypatch.setattr(routing, "_choose_engine", choose)
+    monkeypatch.setattr(routing, "_kernel_failure", None)
+    monkeypatch.setattr(routing, "make_engine", make)
+    monkeypatch.setattr("liger_cutedsl.function.make_engine", make)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_kernel_that_fails_is_replaced_unless_it_was_forced(broken_cute, reduction):
+    x, weight, target = torch.randn(8, 16), torch.randn(50, 16, requires_grad=True), torch.arange(8)
+    with pytest.raises(KernelFailure, match="planted"):
+        fused_linear_cross_entropy(x, weight, target, reduction=reduction, engine="cute")
+    loss = fused_linear_cross_entropy(x, weight, target, reduction=reduction)
+    expected = torch.nn.functional.cross_entropy(x @ weight.T, target, reduction=reduction)
+    torch.testing.assert_close(loss, expected)
+    assert "planted" in routing._kernel_failure
+
+
+def test_ligers_functions_survive_a_kernel_that_fails(broken_cute):
+    from liger_cutedsl.liger_ops import fused_linear_cross_entropy_forward
+
+    x, weight, target = torch.randn(8, 16), torch.randn(50, 16, requires_grad=True), torch.arange(8)
+    loss, *_, grad_weight, _ = fused_linear_cross_entropy_forward(x, weight, target, compute_gradients=True)
+    expected = torch.nn.functional.cross_entropy(x @ weight.T, target)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(grad_weight, torch.autograd.grad(expected, weight)[0])
+
+
+def test_a_failed_kernel_says_what_to_do():
+    pytest.importorskip("quack")
+    from liger_cutedsl.engines.cute_engine import _failure_text
+
+    text = _failure_text(RuntimeError("CUDA driver version is insufficient"))
+    for advice in ("insufficient", "python -m liger_cutedsl", "QUACK_CACHE_DIR", "LIGER_CUTEDSL_ENGINE=triton"):
+        assert advice in text
+
+
+def test_a_broken_cute_dsl_is_a_reason(monkeypatch):
+    def broken(name):
+        raise AttributeError("module 'cutlass' has no attribute 'cute'")
+
+    monkeypatch.setattr(routing.importlib, "import_module", broken)
+    reason = routing._cute_import_error.__wrapped__()
+    assert "does not import" in reason and "has no attribute 'cute'" in reason and "python -m liger_cutedsl" in reason
+
+
+def test_a_missing_disassembler_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(compile_kernels.importlib.util, "find_spec", lambda *_: None)
+    monkeypatch.setattr(compile_kernels.shutil, "which", lambda *_: None)
+    with pytest.raises(RuntimeError, match="pip install nvidia-cuda-nvdisasm"):
+        compile_kernels.find_nvdisasm.__wrapped__()
+
+
+def test_versions_outside_the_tested_ones_are_named(monkeypatch):
+    installed = {"torch": "2.14.0+cu130", "triton": "3.6.0", "quack-kernels": "0.6.6", "transformers": "5.24.0"}
+
+    def version(package):
+        if package not in installed:
+            raise versions.metadata.PackageNotFoundError
+        return installed[package]
+
+    monkeypatch.setattr(versions.metadata, "version", version)
+    with pytest.warns(RuntimeWarning) as caught:
+        versions.warn_about_untested_versions()
+    (warning,) = caught
+    assert "torch 2.14.0+cu130 (tested: 2.11 to 2.13), quack-kernels 0.6.6 (tested: 0.6.5)." in str(warning.message)
+    installed.update({"torch": "2.13.0+cpu", "quack-kernels": "0.6.5"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        versions.warn_about_untested_versions()
+
+
+def test_the_tested_versions_are_those_that_are_installed_for_tests():
+    constraints = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "constraints-dev.txt").read_text(), re.MULTILINE))
+    for package, (lowest, highest) in versions.TESTED.items():
+        assert versions._between(constraints[package], lowest, highest), package
+        assert constraints[package].startswith(highest), f"{package}: the newest tested is what tests install"
+
+
+def test_threads():
+    """Calls from many threads at once give what they give one after the other."""
+
+    def step(seed):
+        generator = torch.Generator().manual_seed(seed)
+        x, weight = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (40, 300))
+        target = torch.randint(0, 300, (40,), generator=generator)
+        loss = fused_linear_cross_entropy(x, weight, target, schedule=("recompute", "single_pass")[seed % 2])
+        loss.backward()
+        return loss.detach(), x.grad, weight.grad
+
+    expected = [step(seed) for seed in range(12)]
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(step, range(12)))
+    for got, want in zip(found, expected, strict=True):
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_the_same_inputs_give_the_same_bits(place):
+    """Run to run, and under torch.use_deterministic_algorithms."""
+    from reference import Case
+
+    case = Case(tokens=100, vocab=700, dtype=place.dtypes[0], device=place.device, bias=True, ce_weight=True)
+    x, weight, target, bias, ce_weight = case.tensors()
+    options = dict(softcap=10.0, label_smoothing=0.1, lse_square_scale=1e-3, return_predicted_tokens=True)
+
+    def step():
+        out = fused_linear_cross_entropy(x, weight, target, bias=bias, ce_weight=ce_weight, **options, **place.call)
+        return out.loss.detach(), *torch.autograd.grad(out.loss, (x, weight, bias))
+
+    first = step()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch asks of deterministic GPU products
+    torch.use_deterministic_algorithms(True)
+    try:
+        again = step()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for a, b, c in zip(first, again, step(), strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+
+
+def test_no_code_is_read_from_data():
+    """No pickle, eval or exec in the package: what it reads from disk is kernels, by quack, from the private folder."""
+    for source in (Path(liger_cutedsl.__file__).parent).rglob("*.py"):
+        assert not re.search(r"\b(pickle|marshal|eval\(|exec\()", source.read_text()), source

@@ -1,0 +1,61 @@
+"""Training stacks people use, on the CPU: Hugging Face's Trainer, TRL, peft, AMP. See training_worker.py."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).parent / "training_worker.py"
+WAYS = (
+    "trainer",
+    "gemma2",
+    "sft",
+    "lora_frozen_head",
+    "lora_trained_head",
+    "amp_fp16",
+    "bf16_master_weights",
+    "tied_embeddings",
+)
+pytestmark = pytest.mark.slow
+
+
+def run_worker(*ways, path=None) -> str:
+    """What the worker printed. path: a folder whose packages come before the installed ones."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
+    command = [sys.executable, "-W", "ignore", WORKER, *ways]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def output():
+    for package in ("trl", "peft", "accelerate", "datasets"):
+        pytest.importorskip(package)
+    return run_worker()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_follow_plain_pytorch(output, way):
+    assert f"ok {way}" in output.splitlines()
+
+
+def test_the_oldest_transformers_that_liger_accepts(tmp_path):
+    """transformers 5.0 in a folder of its own, in front of the installed one: the patched models, and the Trainer."""
+    for package in ("trl", "peft", "accelerate", "datasets"):
+        pytest.importorskip(package)
+    numpy = subprocess.run([sys.executable, "-m", "pip", "freeze"], capture_output=True, text=True).stdout
+    pins = [line for line in numpy.splitlines() if line.startswith("numpy==")]
+    install = [sys.executable, "-m", "pip", "install", "-q", "--target", tmp_path, "transformers==5.0.0", *pins]
+    done = subprocess.run(install, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    printed = run_worker("trainer", "gemma2", "lora_frozen_head", "amp_fp16", path=tmp_path)
+    assert printed.count("ok ") == 4
+    tests = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", WORKER.parent / "test_liger.py"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(tests, env=environment, capture_output=True, text=True, cwd=WORKER.parent)
+    assert done.returncode == 0, done.stdout[-2000:]
