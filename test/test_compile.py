@@ -6,6 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from liger_cutedsl import LigerFusedLinearCrossEntropyFunction, fused_linear_cross_entropy
+from reference import GRADIENT_BOUND, assert_close
 
 EVERY_OPTION = dict(
     softcap=10.0,
@@ -59,7 +60,7 @@ def test_one_graph_with_dynamic_rows(place, name):
         pytest.skip("schedules are among the calls")
     device = "cuda" if place.device == "cuda" else "cpu"
     backend = CompileCounterWithBackend("inductor" if device == "cuda" else "aot_eager")
-    for dtype in place.dtypes[-2:]:
+    for dtype in place.dtypes[1:3] if device == "cpu" else (torch.bfloat16,):
         torch._dynamo.reset()
         torch.manual_seed(0)
         graphs = None
@@ -70,11 +71,13 @@ def test_one_graph_with_dynamic_rows(place, name):
             target = torch.randint(0, 300, (tokens,), device=device)
             target[::4] = -100
             eager, graph = (results(model, run, x, target) for run in (model, compiled))
-            # gradients may come by another schedule: each is as close to the truth as its dtype is
-            bound = dict(rtol=2 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
+            # gradients may come by another schedule: each is within GRADIENT_BOUND of the truth
             for got, want in zip(graph[0] + graph[1], eager[0] + eager[1], strict=True):
                 assert got.dtype == want.dtype
-                torch.testing.assert_close(got, want, **bound)
+                if not got.is_floating_point():
+                    assert torch.equal(got, want)
+                    continue
+                assert_close(got, want.double(), 2 * GRADIENT_BOUND[dtype], "compiled against eager")
             graphs = backend.frame_count if graphs is None else graphs
             assert backend.frame_count == graphs, "a new number of rows compiled a new graph"
 
