@@ -9,8 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent
 RESULTS = ROOT / "results"
 README = ROOT.parent / "README.md"
+X2 = RESULTS / "h200-x2.json"
 NAMES = {
-    "floor": "three cuBLAS GEMMs, no loss (floor)",
+    "floor": "cuBLAS GEMMs alone, no loss (floor)",
     "single_pass": "**liger-cutedsl, default**",
     "single_pass-288": "**liger-cutedsl, workspace 288 MiB**",
     "single_pass-all": "**liger-cutedsl, every option on**",
@@ -25,6 +26,8 @@ NAMES = {
     "cce": "Cut Cross Entropy",
     "cce-exact": "Cut Cross Entropy, exact",
     "torch": "PyTorch, logits stored",
+    "torch-compile": "the same under torch.compile",
+    "torch-linear-ce": "torch.nn.functional.linear_cross_entropy",
 }
 
 
@@ -71,15 +74,71 @@ def accuracy_table(rows: list[dict]) -> str:
     return _markdown(("logits", *(NAMES[n] for n in names)), body)
 
 
-def matrix_table(rows: list[dict], sweep: str) -> str:
+def _common(implementation: str) -> str:
+    """The name a softcapped head's implementation shares its column under."""
+    return implementation.removesuffix("-softcap")
+
+
+def matrix_table(rows: list[dict], sweep: str, without: str = "") -> str:
     """One row a label, one column an implementation, milliseconds."""
-    found = [r for r in _of(rows, sweep) if r["ms"] is not None]
-    names = list(dict.fromkeys(r["implementation"] for r in found))
+    found = [r for r in _of(rows, sweep) if r["ms"] is not None and r["label"] != without]
+    names = list(dict.fromkeys(_common(r["implementation"]) for r in found))
     body = []
     for label in dict.fromkeys(r["label"] for r in found):
-        times = {r["implementation"]: f"{r['ms']:.1f}" for r in found if r["label"] == label}
+        times = {_common(r["implementation"]): f"{r['ms']:.1f}" for r in found if r["label"] == label}
         body.append((label, *(times.get(n, "–") for n in names)))
     return _markdown(("ms", *(NAMES[n] for n in names)), body)
+
+
+def options_table(rows: list[dict]) -> str:
+    """Each option alone, relative to the call without options of the same run."""
+    times = {r["implementation"]: r["ms"] for r in _of(rows, "options")}
+    options = [name.removeprefix("single_pass-") for name in times if name.startswith("single_pass-")]
+    body = [
+        (f"`{schedule}`", *(f"{times[f'{schedule}-{option}'] / times[schedule]:.2f}" for option in options))
+        for schedule in ("single_pass", "recompute")
+    ]
+    return _markdown(("time to that without options", *options), body)
+
+
+def split_table(rows: list[dict]) -> str:
+    """The vocabulary split over GPUs, from the two-GPU results, next to what the roofline model predicts."""
+    from benchmark import roofline
+    from benchmark.measure import Shape
+
+    body, found = [], {(r["vocab"], r["implementation"]): r for r in rows if r["kind"] == "vocab_parallel"}
+    for vocab in dict.fromkeys(v for v, _ in found):
+        shape = Shape(8192, vocab, 4096)
+        whole, recompute, split, silent = (
+            found[vocab, name] for name in ("whole, default", "whole, recompute", "split", "silent")
+        )
+        for ranks in (1, 2, 4, 8):
+            ms, mb = roofline.predict_vocab_parallel(shape, roofline.GPUS["h200"], ranks)
+            measured = {1: recompute, 2: split}.get(ranks)
+            time, memory = ("–", "–") if measured is None else (f"{measured['ms']:.1f}", f"{measured['peak_mb']:.0f}")
+            shows = f"{split['ms'] - silent['ms']:.1f}" if ranks == 2 else "–"
+            body.append((str(vocab), str(ranks), time, f"{ms:.1f}", memory, f"{mb:.0f}", shows))
+        body.append((str(vocab), "1, default", f"{whole['ms']:.1f}", "–", f"{whole['peak_mb']:.0f}", "–", "–"))
+    header = ("V", "GPUs", "ms, measured", "predicted", "MB a GPU, measured", "predicted", "ms that communication adds")
+    return _markdown(header, body)
+
+
+def spread_line(rows: list[dict]) -> str:
+    """How far the several measurements of one shape in one run lie apart: what a ratio is good for."""
+    reference = [
+        r
+        for r in rows
+        if r["kind"] == "time"
+        and (r["implementation"], r["tokens"], r["vocab"], r["hidden"]) == ("single_pass", 8192, 128256, 4096)
+        and not (r["forward_only"] or r["frozen_weight"] or r["ignored"])
+    ]
+    ratios = sorted(r["to_floor"] for r in reference)
+    if not ratios:
+        return "Not measured."
+    return (
+        f"The default at the reference shape was measured {len(ratios)} times in this run, in different company: "
+        f"{ratios[0]:.3f} to {ratios[-1]:.3f} of the floor, median {ratios[len(ratios) // 2]:.3f}."
+    )
 
 
 def environment_line(rows: list[dict]) -> str:
@@ -95,8 +154,13 @@ def sections(rows: list[dict]) -> dict[str, str]:
         "environment": environment_line(rows),
         "reference": reference_table(rows),
         "accuracy": accuracy_table(rows),
+        "spread": spread_line(rows),
+        "cases": matrix_table(rows, "reference", without="forward + backward"),
         "models": matrix_table(rows, "models"),
         "tokens": matrix_table(rows, "tokens"),
+        "ignored": matrix_table(rows, "ignored"),
+        "options": options_table(rows),
+        "split": split_table(read(X2)),
     }
 
 
@@ -117,24 +181,49 @@ def plots(rows: list[dict], folder: Path) -> None:
     import matplotlib.pyplot as plt
 
     for sweep, axis in (("vocabulary", "vocab"), ("tokens", "tokens")):
-        for value, unit in (("ms", "ms"), ("peak_mb", "MB")):
-            figure, ax = plt.subplots(figsize=(7, 4.5))
-            found = [r for r in _of(rows, sweep) if r[value] is not None]
-            for name in dict.fromkeys(r["implementation"] for r in found):
-                points = sorted((r[axis], r[value]) for r in found if r["implementation"] == name)
-                ours = name in ("single_pass", "recompute")
-                style = dict(linewidth=2.5) if ours else dict(linewidth=1, linestyle="--" if name == "floor" else "-")
-                ax.plot(*zip(*points, strict=True), marker="o", markersize=4, label=_plain(name), **style)
-            ax.set(
-                xlabel={"vocab": "vocabulary V", "tokens": "tokens N"}[axis], ylabel=unit, xscale="log", yscale="log"
-            )
-            ax.set_title(f"{'time' if unit == 'ms' else 'peak memory'} of forward + backward, bf16, H=4096")
-            ax.legend(fontsize=7)
-            ax.grid(alpha=0.3, which="both")
-            figure.tight_layout()
-            figure.savefig(folder / f"{sweep}-{value.split('_')[0]}.png", dpi=130)
-            plt.close(figure)
+        label = {"vocab": "vocabulary V", "tokens": "tokens N"}[axis]
+        figure, (times, ratios) = plt.subplots(1, 2, figsize=(11, 4.5))
+        for ax, value, unit, scale in ((times, "ms", "ms", "log"), (ratios, "to_floor", "time / floor", "linear")):
+            _lines(ax, _of(rows, sweep), axis, value)
+            ax.set(xlabel=label, ylabel=unit, xscale="log", yscale=scale)
+        ratios.set_ylim(0.95, 2.0)
+        times.legend(fontsize=7)
+        times.set_title("time of forward + backward, bf16, H=4096")
+        ratios.set_title("the same, to the floor (what is above 2 is off the plot)")
+        _save(figure, plt, folder / f"{sweep}-ms.png")
+        figure, ax = plt.subplots(figsize=(7, 4.5))
+        _lines(ax, _of(rows, sweep), axis, "peak_mb")
+        ax.set(xlabel=label, ylabel="MB", xscale="log", yscale="log")
+        ax.legend(fontsize=7)
+        ax.set_title("peak memory of forward + backward, bf16, H=4096")
+        _save(figure, plt, folder / f"{sweep}-peak.png")
     _frontier(rows, folder, plt)
+
+
+def _lines(ax, rows: list[dict], axis: str, value: str) -> None:
+    """One line an implementation, ours thicker and the floor dashed."""
+    found = [r for r in rows if r[value] is not None]
+    for name in dict.fromkeys(r["implementation"] for r in found):
+        points = sorted((r[axis], r[value]) for r in found if r["implementation"] == name)
+        ours = name in ("single_pass", "recompute")
+        style = dict(linewidth=2.5) if ours else dict(linewidth=1, linestyle="--" if name == "floor" else "-")
+        ax.plot(*zip(*points, strict=True), marker="o", markersize=4, label=_plain(name), **style)
+    ax.grid(alpha=0.3, which="both")
+
+
+def _save(figure, plt, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+# Where a point's name stands, in points from it, where the usual place is taken.
+_PLACES = {
+    "liger-cute-sm90": (8, 8),
+    "torch-compile": (-28, -16),
+    "quack-exp-2048": (8, -12),
+    "single_pass-288": (6, -12),
+}
 
 
 def _frontier(rows, folder, plt) -> None:
@@ -143,24 +232,22 @@ def _frontier(rows, folder, plt) -> None:
         for r in rows
         if r["kind"] == "accuracy" and r["distribution"] == "std 5" and not r["skipped"]
     }
-    figure, ax = plt.subplots(figsize=(7, 4.5))
+    figure, ax = plt.subplots(figsize=(8, 5))
     for r in _of(rows, "reference", "forward + backward"):
         name = r["implementation"]
-        if r["ms"] is None or name.endswith(("-all", "-half")):
+        if r["ms"] is None or name.endswith(("-all", "-half")) or name == "floor":
             continue
         error = errors.get(name.removesuffix("-288"))
         size = 40 if error is None else 40 + 25000 * error
-        ax.scatter(
-            r["ms"], r["peak_mb"], s=size, alpha=0.6, label=_plain(name) + (f", error {error:.1e}" if error else "")
-        )
-        ax.annotate(name, (r["ms"], r["peak_mb"]), fontsize=7, xytext=(5, 5), textcoords="offset points")
-    ax.set(xlabel="ms", ylabel="peak MB", xscale="log")
-    ax.set_title("time, memory and gradient error (area: logits of std 5), reference shape")
+        label = _plain(name) + (f", error {error:.1e}" if error else "")
+        ax.scatter(r["ms"], r["peak_mb"], s=size, alpha=0.6, label=label)
+        place = _PLACES.get(name, (6, 6))
+        ax.annotate(name, (r["ms"], r["peak_mb"]), fontsize=7, xytext=place, textcoords="offset points")
+    ax.set(xlabel="ms", ylabel="peak MB", yscale="log")
+    ax.set_title("time, memory and gradient error (area: logits of std 5), reference shape", fontsize=10)
     ax.legend(fontsize=6, markerscale=0.4)
     ax.grid(alpha=0.3, which="both")
-    figure.tight_layout()
-    figure.savefig(folder / "frontier.png", dpi=130)
-    plt.close(figure)
+    _save(figure, plt, folder / "frontier.png")
 
 
 def _plain(name: str) -> str:

@@ -49,6 +49,19 @@ def test_readme_shows_the_committed_results():
 
 
 @measured
+def test_two_measurements_of_the_reference_row_agree():
+    """Within 5% in their ratio to the floor: the first shape of the run, and the same at its other end."""
+    rows = [r for r in report.read(H200) if r["kind"] == "time" and r["label"] == "forward + backward"]
+    first, again = (
+        {r["implementation"]: r["to_floor"] for r in rows if r["sweep"] == sweep and r["ms"]}
+        for sweep in ("reference", "repeat")
+    )
+    assert len(again) > 5
+    for name, ratio in again.items():
+        assert ratio == pytest.approx(first[name], rel=0.05), name
+
+
+@measured
 def test_roofline_agrees_with_the_measurements():
     """Within a fifth: the model knows operations and bytes, not how a small head fills the machine."""
     errors = roofline.check(report.read(H200))
@@ -71,6 +84,7 @@ def test_missing_markers_are_reported():
 
 @measured
 def test_results_are_json_lines_with_a_command():
-    for line in H200.read_text().splitlines():
+    for line in (H200.read_text() + report.X2.read_text()).splitlines():
         json.loads(line)
+    assert "torchrun" in report.read(report.X2)[0]["command"]
     assert any("python -m benchmark" in r.get("command", "") for r in report.read(H200))

@@ -305,13 +305,14 @@ def test_memory_does_not_grow(reduction):
 
 
 def test_fuzz_against_ligers_triton_operator():
-    """Random shapes and options for 15 seconds: loss and metrics as Liger's, gradients no further from float64."""
+    """Random shapes and options for 15 seconds: loss and gradients near float64, and Liger's loss near ours."""
     import random
 
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     draw, stop, count = random.Random(seed), time.perf_counter() + 15, 0
     while time.perf_counter() < stop:
+        # Triton compiles for each set of options and size of vocabulary: several cases share them.
         options = dict(
             softcap=draw.choice([None, 15.0, 30.0]),
             label_smoothing=draw.choice([0.0, 0.1]),
@@ -319,29 +320,30 @@ def test_fuzz_against_ligers_triton_operator():
             use_token_scaling=draw.choice([False, True]),
             reduction=draw.choice(["mean", "sum"]),
         )
-        case = Case(
-            tokens=draw.randint(8, 600),
-            hidden=8 * draw.randint(2, 64),
-            vocab=draw.choice([31, 1000, 4099, 9000]),
-            dtype=torch.bfloat16,
-            device="cuda",
-            bias=draw.random() < 0.5,
-            ce_weight=draw.random() < 0.3,
-            ignored=draw.choice([0.0, 0.0, 0.3, 0.9]),
-            scale=draw.choice([0.5, 2.0, 5.0]),
-            seed=draw.randrange(2**31),
-            options=options,
-        )
-        found = [_errors(case, engine) for engine in ("cute", "triton")]
-        ours, ligers = found
-        for name, error in ours.items():
-            # ours stands by itself; what 16-bit logits cost Liger is no excuse for us
-            bound = {"loss": 1e-5}.get(name, 2 * GRADIENT_BOUND[torch.bfloat16])
-            assert error <= bound, f"seed {seed}, case {count}: {case}: {name} {error:.2e}; {ligers}"
-        # Liger rounds logits to 16 bits: a share of their size, which is what its loss may be off by
-        assert ligers["loss"] < 0.05, f"seed {seed}, case {count}: {case}: Liger's loss differs, {ligers}"
-        count += 1
-    assert count >= 5  # Triton compiles a kernel for each size
+        vectors = dict(bias=draw.random() < 0.5, ce_weight=draw.random() < 0.3)
+        vocab = draw.choice([31, 1000, 4099, 9000])
+        for _ in range(10):
+            case = Case(
+                tokens=draw.randint(8, 600),
+                hidden=8 * draw.randint(2, 64),
+                vocab=vocab,
+                dtype=torch.bfloat16,
+                device="cuda",
+                ignored=draw.choice([0.0, 0.0, 0.3, 0.9]),
+                scale=draw.choice([0.5, 2.0, 5.0]),
+                seed=draw.randrange(2**31),
+                options=options,
+                **vectors,
+            )
+            ours, ligers = (_errors(case, engine) for engine in ("cute", "triton"))
+            what = f"seed {seed}, case {count}: {case}: ours {ours}, Liger's {ligers}"
+            for name, error in ours.items():
+                # of a few valid rows each number may be rounded by nearly the whole unit: twice the usual bound
+                assert error <= (1e-5 if name == "loss" else 2 * GRADIENT_BOUND[torch.bfloat16]), what
+            # Liger rounds logits to 16 bits, and its loss is off by a share of their size
+            assert ligers["loss"] < 0.05, what
+            count += 1
+    assert count >= 10, f"only {count} cases in 15 seconds"
 
 
 def _errors(case, engine):
