@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from liger_cutedsl import LigerFusedLinearCrossEntropyFunction, LossOptions, fused_linear_cross_entropy
 from reference import GRADIENT_BOUND, Case, assert_close, check_case, reference
@@ -53,6 +55,55 @@ def test_strided_inputs(place, strides):
     _, grads = reference(x, weight, target, None, None, LossOptions())
     assert_close(x.grad, grads[0], GRADIENT_BOUND[dtype], "dx")
     assert_close(weight.grad, grads[1], GRADIENT_BOUND[dtype], "dW")
+
+
+def laid_out(values: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values, in memory as a caller's slices and transposes leave them."""
+    if layout == "transposed" and values.dim() == 2:
+        return values.t().contiguous().t()
+    if layout == "offset":  # a storage offset that is no multiple of 16 bytes
+        memory = values.new_zeros(values.numel() + 3)
+        memory[3:] = values.flatten()
+        return memory[3:].view(values.shape)
+    if layout == "every second":
+        memory = values.new_zeros(2 * values.shape[0], *values.shape[1:])
+        memory[::2] = values
+        return memory[::2]
+    if layout == "columns" and values.dim() == 2:
+        memory = values.new_zeros(values.shape[0], values.shape[1] + 5)
+        memory[:, 2:-3] = values
+        return memory[:, 2:-3]
+    return values
+
+
+LAYOUTS = st.sampled_from(["contiguous", "transposed", "offset", "every second", "columns"])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(layouts=st.tuples(*[LAYOUTS] * 5), tokens=st.integers(1, 40), vocab=st.integers(9, 400), data=st.data())
+def test_any_layout(place, layouts, tokens, vocab, data):
+    """Every tensor of a call in its own layout: the numbers of contiguous ones."""
+    dtype, index_dtype = (
+        data.draw(st.sampled_from(place.dtypes)),
+        data.draw(st.sampled_from([torch.int32, torch.int64])),
+    )
+    case = Case(tokens, 16, vocab, dtype=dtype, device=place.device, bias=True, ce_weight=True)
+    tensors = [v.detach() for v in case.tensors()]
+    tensors[2] = tensors[2].to(index_dtype)
+
+    def run(values):
+        x, weight, target, bias, ce_weight = values
+        leaves = [v.detach().requires_grad_() for v in (x, weight, bias)]
+        loss = fused_linear_cross_entropy(
+            leaves[0], leaves[1], target, bias=leaves[2], ce_weight=ce_weight, label_smoothing=0.1, **place.call
+        )
+        return loss.detach(), *torch.autograd.grad(loss, leaves)
+
+    plain, other = run(tensors), run([laid_out(v, layout) for v, layout in zip(tensors, layouts, strict=True)])
+    assert all(g.shape == v.shape for g, v in zip(other[1:], (tensors[0], tensors[1], tensors[3]), strict=True))
+    for a, b in zip(plain, other, strict=True):
+        # a CPU product of transposed matrices adds in another order
+        assert_close(b, a.double(), GRADIENT_BOUND[dtype], "layout")
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -1,8 +1,8 @@
 """The vocabulary split over ranks: each holds some rows of W, all hold x and the targets.
 
-    forward   each rank reduces its own logits to row statistics (store-free, as `recompute`);
+    forward   each rank reduces its own logits to row statistics, and keeps exponentials, as `recompute` does;
               one all-gather of a few numbers a row; every rank folds them into the same loss
-    backward  each rank recomputes dz of its own columns; its dW needs no one else;
+    backward  each rank computes dz of its own columns, as `recompute` does; its dW needs no one else;
               one all-reduce of dX (N, H) in the compute dtype, under the last dW GEMM
 
 Communication per call and rank: (2 to 6) · N numbers forward, N · H backward. dX is reduced in float32 (float64 for
