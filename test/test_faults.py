@@ -60,7 +60,7 @@ def test_what_a_read_only_folder_holds_is_found(quack_cache, monkeypatch, tmp_pa
     kernel.parent.mkdir()
     kernel.write_bytes(b"machine code")
     monkeypatch.setattr(quack_cache, "CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kernel_cache, "_obstacle", lambda folder: obstacle)  # root may write anywhere
+    monkeypatch.setattr(kernel_cache, "obstacle_of", lambda folder: obstacle)  # root may write anywhere
     with pytest.warns(RuntimeWarning, match="cannot be kept in .*" + re.escape(obstacle)):
         kernel_cache.use_private_cache()
     (found,) = Path(quack_cache.CACHE_DIR).rglob("*.o")
@@ -69,8 +69,8 @@ def test_what_a_read_only_folder_holds_is_found(quack_cache, monkeypatch, tmp_pa
 
 def test_a_file_in_the_place_of_the_folder(tmp_path):
     (tmp_path / "file").write_text("")
-    assert "cannot be created" in kernel_cache._obstacle(tmp_path / "file" / "kernels")
-    assert "cannot be created" in kernel_cache._obstacle(tmp_path / "file")
+    assert "cannot be created" in kernel_cache.obstacle_of(tmp_path / "file" / "kernels")
+    assert "cannot be created" in kernel_cache.obstacle_of(tmp_path / "file")
 
 
 def compile_once(folder, count=1):

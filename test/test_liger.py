@@ -169,6 +169,25 @@ def test_patched_hugging_face_models(enabled, family, num_items):
         assert_close(b.grad, a.grad, FLOAT32, name)
 
 
+def test_a_patched_model_compiles_into_one_graph(enabled):
+    import transformers
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+    only = dict(rope=False, rms_norm=False, swiglu=False, fused_linear_cross_entropy=True)
+    apply_liger_kernel_to_llama(**only, model=model)
+    ids = torch.randint(1, 1000, (2, 17))
+    # return_dict: else Liger's forward reads an option that makes transformers log, which breaks the graph
+    call = dict(input_ids=ids, labels=ids, return_dict=True)
+    expected = model(**call).loss
+    torch._dynamo.reset()
+    loss = torch.compile(model, fullgraph=True, backend="aot_eager")(**call).loss
+    assert_close(loss, expected.double(), FLOAT32, "loss")
+    want = torch.autograd.grad(expected, model.lm_head.weight)[0]
+    assert_close(torch.autograd.grad(loss, model.lm_head.weight)[0], want, FLOAT32, "dW")
+
+
 @contextlib.contextmanager
 def count_calls():
     """Counts calls of our operator while it is open."""

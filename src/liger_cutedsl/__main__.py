@@ -8,10 +8,12 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
 from liger_cutedsl import compile_kernels, explain
+from liger_cutedsl.kernel_cache import default_folder, obstacle_of
 
 PACKAGES = (
     "liger-cutedsl",
@@ -38,6 +40,9 @@ def report() -> None:
     print("device")
     for line in _device_lines():
         print(f"  {line}")
+    print("compiled kernels")
+    folder = Path(os.environ.get("QUACK_CACHE_DIR") or default_folder())
+    print(f"  {folder}: {obstacle_of(folder) or 'kept from run to run'}")
     print("Liger-Kernel")
     for line in _liger_lines():
         print(f"  {line}")

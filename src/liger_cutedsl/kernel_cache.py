@@ -25,7 +25,7 @@ def use_private_cache() -> None:
         return
     chosen = quack_cache.CACHE_DIR
     folder = Path(chosen) if chosen is not None else default_folder()
-    obstacle = _obstacle(folder)
+    obstacle = obstacle_of(folder)
     if obstacle is None:
         quack_cache.CACHE_DIR = str(folder)
         return
@@ -40,11 +40,12 @@ def use_private_cache() -> None:
 
 
 def default_folder() -> Path:
+    """The user's own folder. quack's QUACK_CACHE_DIR comes before it."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "liger_cutedsl" / "kernels"
 
 
-def _obstacle(folder: Path) -> str | None:
+def obstacle_of(folder: Path) -> str | None:
     """Why kernels cannot be kept there, or None. Creates the folder for its user alone."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
