@@ -72,6 +72,7 @@ def rows_of(measurement: Measurement, device: str):
             "to_floor": _finite(row.ms / floor),
             "peak_mb": _finite(row.peak_mb),
             "first_calls_s": _finite(row.compile_s),
+            "dx_error": None if math.isnan(row.dx_error) else float(f"{row.dx_error:.3g}"),
             "skipped": row.skipped,
         }
 

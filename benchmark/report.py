@@ -36,13 +36,14 @@ def read(path: Path) -> list[dict]:
 
 
 def text_table(rows: list[dict]) -> str:
-    lines = [f"{'sweep':11} {'label':20} {'implementation':18} {'ms':>9} {'x floor':>8} {'peak MB':>9}"]
+    lines = [f"{'sweep':11} {'label':20} {'implementation':18} {'ms':>9} {'x floor':>8} {'peak MB':>9} {'dX error':>9}"]
     for r in rows:
         if r["kind"] == "time":
             columns = (("ms", 3), ("to_floor", 3), ("peak_mb", 0))
             ms, ratio, peak = (f"{r[key]:.{digits}f}" if r[key] is not None else "-" for key, digits in columns)
             name = f"{r['sweep']:11} {r['label']:20} {r['implementation']:18}"
-            lines.append(f"{name} {ms:>9} {ratio:>8} {peak:>9}  {r['skipped'][:60]}")
+            error = "-" if r.get("dx_error") is None else f"{r['dx_error']:.1e}"
+            lines.append(f"{name} {ms:>9} {ratio:>8} {peak:>9} {error:>9}  {r['skipped'][:60]}")
     return "\n".join(lines)
 
 

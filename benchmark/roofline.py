@@ -118,9 +118,9 @@ def main(gpu: str) -> int:
     for ranks in (1, 2, 4, 8):
         ms, mb = predict_vocab_parallel(REFERENCE, chosen, ranks)
         print(f"  recompute, vocabulary over {ranks} GPUs (PREDICTED) {ms:7.2f} ms  {mb:7.0f} MB a GPU")
-    if gpu == "b200":
+    if gpu in ("b200", "b300"):
         for name, (ms, mb) in PUBLISHED_B200.items():
-            print(f"  {name:20} {ms:.2f} ms  {mb:.0f} MB, as published there")
+            print(f"  {name:20} {ms:.2f} ms  {mb:.0f} MB on a B200, as published there")
     path = report.RESULTS / "h200.json"
     if path.exists():
         errors = check(report.read(path))

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -27,6 +28,8 @@ def test_cpu_run_writes_rows_and_resumes(tmp_path, capsys):
     assert ours["ms"] > 0 and ours["least_ms"] <= ours["ms"] <= ours["greatest_ms"]
     floor = times["forward + backward", "floor"]
     assert floor["to_floor"] == 1.0 and ours["to_floor"] == pytest.approx(ours["ms"] / floor["ms"], rel=1e-3)
+    assert ours["dx_error"] < 64 * torch.finfo(torch.float32).eps, "a sample of dX against float64"
+    assert floor["dx_error"] is None and times["forward", "recompute"]["dx_error"] is None
     assert times["forward + backward", "liger-triton"]["skipped"], "Triton does not run on a CPU: a reason is given"
     errors = {(r["distribution"], r["implementation"]): r for r in rows if r["kind"] == "accuracy"}
     assert errors["std 1", "recompute"]["dx"] < 5e-3  # bf16 inputs, one rounding of the gradient
