@@ -188,7 +188,7 @@ def warn_about_fallback(route: Route) -> None:
             f"liger-cutedsl runs this loss on its {route.engine} engine: {route.reason}. "
             f"Said once; `python -m liger_cutedsl` shows what runs here.",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=6,
         )
 
 
@@ -199,7 +199,7 @@ def _warn_about_budget(route: Route, workspace_mb: float) -> None:
         f"{route.workspace_bytes / 2**20:.0f} MiB (LIGER_CUTEDSL_WORKSPACE_MB, or workspace_mb=). Said once a call of "
         f"this size",
         RuntimeWarning,
-        stacklevel=6,
+        stacklevel=7,
     )
 
 
