@@ -143,7 +143,7 @@ class Fp16Dz(TorchEngine):
 @pytest.mark.parametrize("reduction, schedule", [("mean", "recompute"), ("none", "recompute"), ("mean", "single_pass")])
 def test_fp16_dz_does_not_underflow(monkeypatch, loss_scale, reduction, schedule):
     """p/N is about 2e-7/500 here, far below fp16's smallest number 6e-8: a scale keeps dz in its range."""
-    monkeypatch.setattr("liger_cutedsl.function.make_engine", lambda *_: Fp16Dz())
+    monkeypatch.setattr("liger_cutedsl.running.make_engine", lambda *_: Fp16Dz())
     case = Case(tokens=500, vocab=2000, dtype=torch.float32, bias=True, scale=1.0, ignored=0.1)
     case.options = dict(label_smoothing=0.1, reduction=reduction)
     # dz is rounded to fp16 once, and everything else happens in float32

@@ -128,7 +128,7 @@ def broken_cute(monkeypatch):
     monkeypatch.setattr(routing, "_choose_engine", choose)
     monkeypatch.setattr(routing, "_kernel_failure", None)
     monkeypatch.setattr(routing, "make_engine", make)
-    monkeypatch.setattr("liger_cutedsl.function.make_engine", make)
+    monkeypatch.setattr("liger_cutedsl.running.make_engine", make)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -51,7 +51,7 @@ def test_a_rank_that_fails_does_not_leave_the_others_hanging():
         assert status == 0 and "done" in output, output[-3000:]
 
 
-def test_vocab_start_needs_vocab_size():
+def test_what_a_split_vocabulary_refuses():
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -59,6 +59,11 @@ def test_vocab_start_needs_vocab_size():
         x, weight, target = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)
         with pytest.raises(ValueError, match="vocab_size must be given with vocab_start"):
             liger_cutedsl.vocab_parallel_fused_linear_cross_entropy(x, weight, target, vocab_start=0)
+        leaf = x.clone().requires_grad_()
+        loss = liger_cutedsl.vocab_parallel_fused_linear_cross_entropy(leaf, weight, target)
+        (dx,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            dx.sum().backward()
         with pytest.raises(RuntimeError, match="runs 'recompute'"):
             from liger_cutedsl.options import LossOptions
             from liger_cutedsl.problem import Problem

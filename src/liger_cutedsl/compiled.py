@@ -21,12 +21,12 @@ from typing import NamedTuple
 import torch
 
 from liger_cutedsl.engines import make_engine
-from liger_cutedsl.function import prepare, run_with_gradients
 from liger_cutedsl.objective import LossOutput, RowStatistics, row_weights
 from liger_cutedsl.options import LossOptions
 from liger_cutedsl.problem import Gradients, Problem, WantedGradients, autocast_dtype, check_tensors
 from liger_cutedsl.routing import Settings
 from liger_cutedsl.rows import TargetCheck
+from liger_cutedsl.running import prepare, run_with_gradients
 from liger_cutedsl.schedules import recompute, single_pass
 
 _TENSORS = "Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight"
@@ -92,7 +92,7 @@ def run_compiled(
     return_token_accuracy=False,
     return_predicted_tokens=False,
 ) -> LossOutput:
-    """function.run for tensors (N, H), (V, H), (N,), written so that torch.compile can trace it."""
+    """running.run for tensors (N, H), (V, H), (N,), written so that torch.compile can trace it."""
     enabled = torch.is_grad_enabled()
     loss, z_loss, accuracy, predicted, *_ = torch.ops.liger_cutedsl.flce(
         x,

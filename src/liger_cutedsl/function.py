@@ -2,170 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from dataclasses import replace
-from typing import NamedTuple
-
 import torch
 
-from liger_cutedsl.dtensor import run_dtensor
-from liger_cutedsl.engines import KernelFailure, make_engine
+from liger_cutedsl.compiled import run_compiled
 from liger_cutedsl.objective import LossOutput
 from liger_cutedsl.options import LossOptions
-from liger_cutedsl.problem import Gradients, Problem, WantedGradients, check_tensors, is_dtensor, wanted_gradients
-from liger_cutedsl.routing import Route, Settings, choose_route, give_up_on_cute, warn_about_fallback
-from liger_cutedsl.rows import NotDense, Rows, TargetCheck
-from liger_cutedsl.schedules.kept import KeptGradients
-
-_SCHEDULE_MODULES = {"recompute": "recompute", "single_pass": "single_pass", "liger": "liger_triton"}
-
-
-class _FusedLinearCrossEntropy(torch.autograd.Function):
-    """Runs a route's schedule: its forward now, its backward when the upstream gradient is there."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, call: _Call):
-        problem, route, rows, wanted = call.problem, call.route, call.rows, call.wanted
-        engine = make_engine(route.engine, call.confirm)
-        output, state = _schedule(route).forward(engine, problem, route, wanted)
-        output = rows.spread_output(output)
-        # Gradients that are there already need no inputs: nothing keeps x and weight alive, or from being changed.
-        inputs = (None,) * 5
-        if not isinstance(state, KeptGradients):
-            inputs = (x, weight, call.target, bias, problem.ce_weight)
-        ctx.save_for_backward(*inputs, rows.keep, rows.drop)
-        ctx.call = (problem.options, problem.dense, route, wanted)
-        ctx.state = state
-        ctx.mark_non_differentiable(*(metric for metric in output[1:] if metric is not None))
-        return tuple(output)
-
-    @staticmethod
-    def backward(ctx, grad_output, *_metrics):
-        options, dense, route, wanted = ctx.call
-        *inputs, keep, drop = ctx.saved_tensors
-        rows = Rows(keep, drop)
-        with torch.no_grad():
-            problem = None if inputs[0] is None else rows.compact(Problem(*inputs, options, dense))
-            found = rows.spread_gradients(_gradients(problem, route, wanted, ctx.state, rows.select(grad_output)))
-        gradients = [found.x, found.weight, found.bias]
-        if torch.is_grad_enabled():  # create_graph=True: a second derivative must fail, not vanish
-            gradients = [g if g is None else _NoSecondDerivative.apply(g.requires_grad_()) for g in gradients]
-        return (*gradients, None)
-
-
-def _gradients(problem: Problem | None, route: Route, wanted: WantedGradients, state, upstream) -> Gradients:
-    """The gradients for an upstream gradient: kept ones scaled, others computed from the problem."""
-    if isinstance(state, KeptGradients):
-        return state.for_upstream(upstream)
-    return _schedule(route).backward(make_engine(route.engine), problem, route, wanted, state, upstream)
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """The identity, which raises when it is differentiated."""
-
-    @staticmethod
-    def forward(ctx, gradient):
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise RuntimeError(
-            "fused linear cross entropy has no second derivative: leave create_graph=True out, or compute this loss "
-            "with torch.nn.functional.cross_entropy"
-        )
-
-
-def _schedule(route: Route):
-    return importlib.import_module(f"liger_cutedsl.schedules.{_SCHEDULE_MODULES[route.schedule]}")
-
-
-class _Call(NamedTuple):
-    """A checked call: what to compute and how, where its rows belong among the caller's, the gradients that will be
-    asked for, the caller's own targets, and what is still to be confirmed once the first GEMM is launched."""
-
-    problem: Problem
-    route: Route
-    rows: Rows
-    wanted: WantedGradients
-    target: torch.Tensor
-    confirm: Callable[[], None] | None = None
-
-
-def prepare(check: TargetCheck, settings: Settings, wanted: WantedGradients) -> _Call:
-    """Everything that can be refused is refused before anything is computed: shapes by check_tensors, the rest here."""
-    rows = check.rows()
-    compact = check.compact(rows)
-    route = choose_route(compact, wanted, settings)
-    warn_about_fallback(route)
-    return _Call(compact, route, rows, wanted, check.problem.target)
-
-
-def _begin_dense(check: TargetCheck, settings: Settings, wanted: WantedGradients) -> _Call | None:
-    """The call as if no target were ignored, where that is likely and the engine can wait to have it confirmed."""
-    if not check.likely_dense:
-        return None
-    problem = replace(check.problem, dense=True)
-    route = choose_route(problem, wanted, settings)
-    if route.engine != "cute":
-        return None
-    return _Call(problem, route, Rows(), wanted, problem.target, check.confirm_dense)
-
-
-@torch.compiler.disable  # what compiled.py does not trace runs between two graphs
-def run(problem: Problem, settings: Settings) -> LossOutput:
-    """Checks, routes and runs a problem under autograd."""
-    if is_dtensor(problem.weight) or is_dtensor(problem.x):
-        return run_dtensor(problem, settings)
-    check_tensors(problem)
-    _refuse_function_transforms(problem)
-    wanted, apply = wanted_gradients(problem), _FusedLinearCrossEntropy.apply
-    with torch.no_grad():
-        check = TargetCheck(problem)
-        call = _begin_dense(check, settings, wanted)
-    if call is not None:
-        try:
-            return LossOutput(*apply(problem.x, problem.weight, problem.bias, call))
-        except NotDense:
-            pass  # nothing was handed out; the rows that count are computed below
-        except KernelFailure as failure:
-            give_up_on_cute(failure, settings)
-    with torch.no_grad():
-        call = prepare(check, settings, wanted)
-    try:
-        return LossOutput(*apply(problem.x, problem.weight, problem.bias, call))
-    except KernelFailure as failure:
-        give_up_on_cute(failure, settings)
-        return run(problem, settings)
-
-
-def _refuse_function_transforms(problem: Problem) -> None:
-    for name in ("x", "weight", "target", "bias", "ce_weight"):
-        value = getattr(problem, name)
-        if value is not None and torch._C._functorch.is_functorch_wrapped_tensor(value):
-            raise RuntimeError(
-                f"{name} is inside a torch.func transform (grad, vmap, jacrev, ...), which fused linear cross entropy "
-                "does not support: use torch.autograd.grad, and reduction='none' for one loss a row"
-            )
-
-
-def run_with_gradients(
-    problem: Problem, settings: Settings, wanted: WantedGradients, upstream: torch.Tensor | None
-) -> tuple[LossOutput, Gradients]:
-    """A problem and its gradients in one go, outside autograd, for an upstream gradient () or (N,), or of 1."""
-    check_tensors(problem)
-    with torch.no_grad():
-        local, route, rows, *_ = prepare(TargetCheck(problem), settings, wanted)
-        try:
-            output, state = _schedule(route).forward(make_engine(route.engine), local, route, wanted)
-        except KernelFailure as failure:
-            give_up_on_cute(failure, settings)
-            return run_with_gradients(problem, settings, wanted, upstream)
-        if not wanted:
-            return rows.spread_output(output), Gradients()
-        upstream = torch.ones_like(output.loss) if upstream is None else rows.select(upstream)
-        gradients = _gradients(local, route, wanted, state, upstream)
-        return rows.spread_output(output), rows.spread_gradients(gradients)
+from liger_cutedsl.problem import Problem, check_tensors, is_dtensor, wanted_gradients
+from liger_cutedsl.routing import Route, Settings, choose_route
+from liger_cutedsl.running import run
 
 
 def fused_linear_cross_entropy(
@@ -284,6 +128,3 @@ def explain(
     problem = Problem(x, weight, target.reshape(-1), bias, ce_weight, LossOptions(**options))
     check_tensors(problem)
     return choose_route(problem, wanted_gradients(problem), Settings.resolve(engine, schedule, workspace_mb))
-
-
-from liger_cutedsl.compiled import run_compiled  # noqa: E402  (it builds on what stands above)

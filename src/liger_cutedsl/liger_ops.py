@@ -10,10 +10,11 @@ import logging
 
 import torch
 
-from liger_cutedsl.function import LigerFusedLinearCrossEntropyFunction, run_with_gradients
+from liger_cutedsl.function import LigerFusedLinearCrossEntropyFunction
 from liger_cutedsl.options import LossOptions
 from liger_cutedsl.problem import Gradients, Problem, WantedGradients
 from liger_cutedsl.routing import Settings
+from liger_cutedsl.running import run_with_gradients
 
 __all__ = [
     "LigerFusedLinearCrossEntropyFunction",

@@ -23,6 +23,7 @@ from liger_cutedsl.options import LossOptions
 from liger_cutedsl.problem import Problem, WantedGradients, check_tensors, wanted_gradients
 from liger_cutedsl.routing import Route, Settings, choose_route
 from liger_cutedsl.rows import Rows, TargetCheck
+from liger_cutedsl.running import without_second_derivative
 from liger_cutedsl.schedules import recompute
 
 
@@ -135,18 +136,15 @@ class _VocabParallel(torch.autograd.Function):
     def backward(ctx, grad_output, *_metrics):
         options, dense, shard, wanted, route, state = ctx.call
         *tensors, keep, drop = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "vocabulary-parallel cross entropy has no second derivative: leave create_graph=True out"
-            )
         rows = Rows(keep, drop)
         problem = Problem(*tensors, options)
         local = shard.local(replace(rows.compact(problem), dense=dense))
-        found = _backward(local, route, wanted, state, rows.select(grad_output), shard)
-        found = rows.spread_gradients(found)
-        padding = problem.vocab - shard.valid
-        weight, bias = (_padded(g, padding) for g in (found.weight, found.bias))
-        return found.x, weight, bias, None, None, None, None
+        with torch.no_grad():
+            found = _backward(local, route, wanted, state, rows.select(grad_output), shard)
+            found = rows.spread_gradients(found)
+            padding = problem.vocab - shard.valid
+            weight, bias = (_padded(g, padding) for g in (found.weight, found.bias))
+        return *without_second_derivative(found.x, weight, bias), None, None, None, None
 
 
 def _route(local: Problem, wanted: WantedGradients, settings: Settings) -> Route:
