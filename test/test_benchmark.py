@@ -45,6 +45,19 @@ def test_a_gpu_run_without_a_gpu_says_so(monkeypatch, capsys):
     assert "--cpu" in capsys.readouterr().err
 
 
+def test_experiments_compute_the_same_gradients():
+    """Those that run on a CPU; the rest says why it does not."""
+    from benchmark import experiments
+    from benchmark.measure import Shape, measure
+
+    rows = measure(experiments.experiments(), Shape(1500, 400, 16, torch.float32), 1, "cpu")
+    for name, row in rows.items():
+        if name.startswith(("two streams", "dW reduce-add")):
+            assert row.skipped, name
+        elif name != "floor":
+            assert row.dx_error < 64 * torch.finfo(torch.float32).eps, name
+
+
 @measured
 def test_readme_shows_the_committed_results():
     readme = report.README.read_text()
