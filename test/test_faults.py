@@ -129,16 +129,23 @@ def broken_cute(monkeypatch):
     monkeypatch.setattr(routing, "_kernel_failure", None)
     monkeypatch.setattr(routing, "make_engine", make)
     monkeypatch.setattr("liger_cutedsl.running.make_engine", make)
+    monkeypatch.setattr("liger_cutedsl.compiled.make_engine", make)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_kernel_that_fails_is_replaced_unless_it_was_forced(broken_cute, reduction):
+def test_a_kernel_that_fails_is_replaced_unless_it_was_forced(broken_cute, reduction, compiled):
     x, weight, target = torch.randn(8, 16), torch.randn(50, 16, requires_grad=True), torch.arange(8)
+    torch._dynamo.reset()
+    run = fused_linear_cross_entropy
+    run = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
     with pytest.raises(KernelFailure, match="planted"):
-        fused_linear_cross_entropy(x, weight, target, reduction=reduction, engine="cute")
-    loss = fused_linear_cross_entropy(x, weight, target, reduction=reduction)
+        run(x, weight, target, reduction=reduction, engine="cute")
+    loss = run(x, weight, target, reduction=reduction)
     expected = torch.nn.functional.cross_entropy(x @ weight.T, target, reduction=reduction)
     torch.testing.assert_close(loss, expected)
+    found, want = (torch.autograd.grad(v.sum(), weight)[0] for v in (loss, expected))
+    torch.testing.assert_close(found, want)
     assert "planted" in routing._kernel_failure
 
 

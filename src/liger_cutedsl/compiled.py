@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import torch
 
-from liger_cutedsl.engines import make_engine
+from liger_cutedsl.engines import KernelFailure, make_engine
 from liger_cutedsl.objective import LossOutput, RowStatistics, row_weights
 from liger_cutedsl.options import LossOptions
 from liger_cutedsl.problem import Gradients, Problem, WantedGradients, autocast_dtype, check_tensors
-from liger_cutedsl.routing import Settings
+from liger_cutedsl.routing import Settings, give_up_on_cute
 from liger_cutedsl.rows import TargetCheck
 from liger_cutedsl.running import prepare, run_with_gradients
 from liger_cutedsl.schedules import recompute, single_pass
@@ -170,7 +170,11 @@ def _forward_only(call: _Call):
     if route.engine == "triton":
         output, _ = run_with_gradients(problem, call.settings, WantedGradients(), None)
         return output, (torch.zeros(problem.tokens, dtype=problem.compute_dtype, device=problem.device),) * 2
-    output, state = recompute.forward(make_engine(route.engine), local, route, call.wanted)
+    try:
+        output, state = recompute.forward(make_engine(route.engine), local, route, call.wanted)
+    except KernelFailure as failure:
+        give_up_on_cute(failure, call.settings)
+        return _forward_only(call)
     return rows.spread_output(output), [rows.spread(v, 0.0) for v in (state.stats.lse, state.stats.target_logit)]
 
 
