@@ -37,6 +37,23 @@ def test_kernels_are_kept_where_only_their_user_may_write(quack_cache, monkeypat
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
+def test_a_user_without_a_home_has_a_folder_in_the_temporary_one(quack_cache, monkeypatch, tmp_path):
+    """As in a container that runs under an arbitrary user."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(kernel_cache.tempfile, "gettempdir", lambda: str(tmp_path))
+    file = tmp_path / "file"
+    file.write_text("")
+    for home in ("~", str(file)):  # none is known, or none can be made
+        monkeypatch.setattr(kernel_cache.os.path, "expanduser", lambda path, home=home: path.replace("~", home))
+        monkeypatch.setattr(quack_cache, "CACHE_DIR", None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            kernel_cache.use_private_cache()
+        folder = Path(quack_cache.CACHE_DIR)
+        assert folder == tmp_path / f"liger_cutedsl-{os.getuid()}"
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
 def test_a_chosen_folder_is_kept(quack_cache, monkeypatch, tmp_path):
     monkeypatch.setattr(quack_cache, "CACHE_DIR", str(tmp_path / "chosen"))
     kernel_cache.use_private_cache()

@@ -8,12 +8,11 @@ import json
 import os
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
 from liger_cutedsl import compile_kernels, explain
-from liger_cutedsl.kernel_cache import default_folder, obstacle_of
+from liger_cutedsl.kernel_cache import chosen_folder, obstacle_of
 
 PACKAGES = (
     "liger-cutedsl",
@@ -41,7 +40,7 @@ def report() -> None:
     for line in _device_lines():
         print(f"  {line}")
     print("compiled kernels")
-    folder = Path(os.environ.get("QUACK_CACHE_DIR") or default_folder())
+    folder = chosen_folder(os.environ.get("QUACK_CACHE_DIR"))
     print(f"  {folder}: {obstacle_of(folder) or 'kept from run to run'}")
     print("Liger-Kernel")
     for line in _liger_lines():

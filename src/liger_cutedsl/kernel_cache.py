@@ -2,7 +2,8 @@
 
 A cached kernel is machine code that the next process loads and runs: nobody but its user may write it. quack's own
 default lies below the shared temporary folder, where whoever comes first owns it. Unless QUACK_CACHE_DIR says more,
-ours is ~/.cache/liger_cutedsl/kernels (below XDG_CACHE_HOME, if set), readable and writable by its user alone.
+ours is ~/.cache/liger_cutedsl/kernels (below XDG_CACHE_HOME, if set), readable and writable by its user alone; where
+there is no home that can be written, as for a container's arbitrary user, a folder of that user in the temporary one.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ from pathlib import Path
 
 
 def use_private_cache() -> None:
-    """Points quack at a folder of the user's own. Where a folder cannot be written, or others can write to it, kernels
-    live in a temporary one as long as the process, with a warning; what a read-only folder holds is still found."""
+    """Points quack at a folder of the user's own. Where none can be written, or others can write to it, kernels live in
+    a temporary one as long as the process, with a warning; what a read-only folder holds is still found."""
     import quack.cache as quack_cache
 
     if not quack_cache.CACHE_ENABLED:
         return
-    chosen = quack_cache.CACHE_DIR
-    folder = Path(chosen) if chosen is not None else default_folder()
+    folder = chosen_folder(quack_cache.CACHE_DIR)
     obstacle = obstacle_of(folder)
     if obstacle is None:
         quack_cache.CACHE_DIR = str(folder)
@@ -39,16 +39,23 @@ def use_private_cache() -> None:
     )
 
 
-def default_folder() -> Path:
-    """The user's own folder. quack's QUACK_CACHE_DIR comes before it."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "liger_cutedsl" / "kernels"
+def chosen_folder(setting: str | None) -> Path:
+    """QUACK_CACHE_DIR's folder, or the first of the user's own that can be written."""
+    if setting:
+        return Path(setting)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(base) / "liger_cutedsl" / "kernels"
+    usable = folder.is_absolute() and obstacle_of(folder) is None
+    own = f"liger_cutedsl-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
+    # itself in the temporary folder, where nobody else can rename it: its owner is checked
+    return folder if usable else Path(tempfile.gettempdir()) / own
 
 
 def obstacle_of(folder: Path) -> str | None:
     """Why kernels cannot be kept there, or None. Creates the folder for its user alone."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for part in reversed((folder, *folder.parents)):
+            part.mkdir(mode=0o700, exist_ok=True)  # parents too: mkdir(parents=True) gives them the default mode
         found = folder.stat()
     except OSError as error:
         return f"it cannot be created ({error})"
