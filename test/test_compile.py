@@ -1,5 +1,8 @@
 """torch.compile, activation checkpointing and torch.func: what a graph holds, and that its numbers are eager mode's."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -96,6 +99,12 @@ def test_ligers_class_in_one_graph():
         strict=True,
     ):
         torch.testing.assert_close(got, want)
+
+
+def test_importing_the_package_leaves_dynamo_alone():
+    """torch._dynamo takes a second to import, which a process that compiles nothing need not spend."""
+    code = "import torch, sys; import liger_cutedsl; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code]).returncode == 0
 
 
 def test_only_gradients_that_are_needed_leave_the_graph():

@@ -65,11 +65,6 @@ class _Call(NamedTuple):
         return WantedGradients.of(self.problem, self.needs)
 
 
-@torch.compiler.assume_constant_result
-def _variable(name: str) -> str:
-    return os.environ.get(name) or "auto"
-
-
 def run_compiled(
     x,
     weight,
@@ -110,8 +105,8 @@ def run_compiled(
         return_z_loss,
         return_token_accuracy,
         return_predicted_tokens,
-        _variable("LIGER_CUTEDSL_ENGINE") if engine is None else engine,
-        _variable("LIGER_CUTEDSL_SCHEDULE") if schedule is None else schedule,
+        (os.environ.get("LIGER_CUTEDSL_ENGINE") or "auto") if engine is None else engine,
+        (os.environ.get("LIGER_CUTEDSL_SCHEDULE") or "auto") if schedule is None else schedule,
         workspace_mb,
         chunk_mem_const,
         autocast_dtype(x.device),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -115,7 +116,20 @@ def _begin_dense(check: TargetCheck, settings: Settings, wanted: WantedGradients
     return _Call(problem, route, Rows(), wanted, problem.target, check.confirm_dense)
 
 
-@torch.compiler.disable  # what compiled.py does not trace runs between two graphs
+def between_graphs(function):
+    """What compiled.py does not trace runs between two graphs: torch.compiler.disable, put off until something is being
+    traced, because it imports torch._dynamo, which takes a second."""
+
+    @functools.wraps(function)
+    def eager(*arguments):
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*arguments)
+        return function(*arguments)
+
+    return eager
+
+
+@between_graphs
 def run(problem: Problem, settings: Settings) -> LossOutput:
     """Checks, routes and runs a problem under autograd."""
     if is_dtensor(problem.weight) or is_dtensor(problem.x):

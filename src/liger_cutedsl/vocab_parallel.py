@@ -23,7 +23,7 @@ from liger_cutedsl.options import LossOptions
 from liger_cutedsl.problem import Problem, WantedGradients, check_tensors, wanted_gradients
 from liger_cutedsl.routing import Route, Settings, choose_route
 from liger_cutedsl.rows import Rows, TargetCheck
-from liger_cutedsl.running import without_second_derivative
+from liger_cutedsl.running import between_graphs, without_second_derivative
 from liger_cutedsl.schedules import recompute
 
 
@@ -96,7 +96,7 @@ def vocab_parallel_fused_linear_cross_entropy(
     return output.result(shape)
 
 
-@torch.compiler.disable  # a compiled model runs it between two graphs
+@between_graphs
 def vocab_parallel_output(
     problem: Problem, group, vocab_start: int | None, vocab_size: int | None, settings: Settings
 ) -> LossOutput:
