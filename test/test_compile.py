@@ -9,6 +9,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from liger_cutedsl import LigerFusedLinearCrossEntropyFunction, fused_linear_cross_entropy
+from liger_cutedsl.objective import LossOutput
+from liger_cutedsl.problem import Gradients
 from reference import GRADIENT_BOUND, assert_close
 
 EVERY_OPTION = dict(
@@ -83,6 +85,39 @@ def test_one_graph_with_dynamic_rows(place, name):
                 assert_close(got, want.double(), 2 * GRADIENT_BOUND[dtype], "compiled against eager")
             graphs = backend.frame_count if graphs is None else graphs
             assert backend.frame_count == graphs, "a new number of rows compiled a new graph"
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_ligers_operator_in_a_graph(monkeypatch, reduction):
+    """What the Triton engine does, with Liger's own function replaced by one that runs on a CPU."""
+
+    def planted(problem, route, wanted, token_grad_output=None):
+        z, options = problem.x @ problem.weight.t(), problem.options
+        loss = torch.nn.functional.cross_entropy(z, problem.target, reduction=options.reduction)
+        dz = torch.softmax(z, dim=1)
+        dz[torch.arange(len(z)), problem.target] -= 1
+        dz = dz / len(z) if options.reduction == "mean" else dz
+        dz = dz if token_grad_output is None else dz * token_grad_output[:, None]
+        return LossOutput(loss), Gradients(wanted.x and dz @ problem.weight, wanted.weight and dz.t() @ problem.x)
+
+    monkeypatch.setattr("liger_cutedsl.routing._choose_engine", lambda *_: ("triton", "planted"))
+    monkeypatch.setattr("liger_cutedsl.schedules.liger_triton._call", planted)
+    torch._dynamo.reset()
+    x, weight = torch.randn(9, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True)
+    target = torch.randint(0, 50, (9,))
+    target[::3] = -100
+    loss = torch.compile(fused_linear_cross_entropy, fullgraph=True, backend="aot_eager")(
+        x, weight, target, reduction=reduction
+    )
+    expected = torch.nn.functional.cross_entropy(x @ weight.t(), target, reduction=reduction)
+    torch.testing.assert_close(loss, expected)
+    upstream = torch.linspace(0.5, 1.5, loss.numel()).view_as(loss)
+    for got, want in zip(
+        torch.autograd.grad(loss, (x, weight), upstream),
+        torch.autograd.grad(expected, (x, weight), upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want)
 
 
 def test_ligers_class_in_one_graph():

@@ -146,7 +146,6 @@ def broken_cute(monkeypatch):
     monkeypatch.setattr(routing, "_kernel_failure", None)
     monkeypatch.setattr(routing, "make_engine", make)
     monkeypatch.setattr("liger_cutedsl.running.make_engine", make)
-    monkeypatch.setattr("liger_cutedsl.compiled.make_engine", make)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

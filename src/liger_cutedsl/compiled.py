@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 import torch
 
-from liger_cutedsl.engines import KernelFailure, make_engine
+from liger_cutedsl.engines import KernelFailure
 from liger_cutedsl.objective import LossOutput, RowStatistics, row_weights
 from liger_cutedsl.options import LossOptions
 from liger_cutedsl.problem import Gradients, Problem, WantedGradients, autocast_dtype, check_tensors
 from liger_cutedsl.routing import Settings, give_up_on_cute
 from liger_cutedsl.rows import TargetCheck
-from liger_cutedsl.running import prepare, run_with_gradients
+from liger_cutedsl.running import forward_of, gradients_of, prepare, run_with_gradients
 from liger_cutedsl.schedules import recompute, single_pass
 
 _TENSORS = "Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight"
@@ -150,7 +150,12 @@ def _flce(*arguments):
         else:
             output, stats = _forward_only(call)
     inverse = torch.full((), 1.0 / upstream, dtype=problem.compute_dtype, device=problem.device)
-    return tuple(problem.x.new_empty(0) if v is None else v for v in (*output, *kept, inverse, *stats))
+    return _filled(problem, *output, *kept, inverse, *stats)
+
+
+def _filled(problem: Problem, *results: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """An op returns tensors: empty ones for what there is not."""
+    return tuple(problem.x.new_empty(0) if v is None else v for v in results)
 
 
 def _prepared(call: _Call):
@@ -160,17 +165,20 @@ def _prepared(call: _Call):
 
 
 def _forward_only(call: _Call):
-    """The loss, and lse and target_logit (N,) for backward; zeros for Liger's operator, which recomputes them."""
-    problem, (local, route, rows, *_) = call.problem, _prepared(call)
-    if route.engine == "triton":
-        output, _ = run_with_gradients(problem, call.settings, WantedGradients(), None)
-        return output, (torch.zeros(problem.tokens, dtype=problem.compute_dtype, device=problem.device),) * 2
+    """The loss, and lse and target_logit (N,) for backward; zeros for Liger's operator, which has none to give."""
+    prepared = _prepared(call)._replace(wanted=WantedGradients())
     try:
-        output, state = recompute.forward(make_engine(route.engine), local, route, call.wanted)
+        output, state = forward_of(prepared)
     except KernelFailure as failure:
         give_up_on_cute(failure, call.settings)
         return _forward_only(call)
-    return rows.spread_output(output), [rows.spread(v, 0.0) for v in (state.stats.lse, state.stats.target_logit)]
+    if state is None:
+        local = prepared.problem
+        # two of them: an op's results may not share memory
+        stats = (torch.zeros(local.tokens, dtype=local.compute_dtype, device=local.device) for _ in range(2))
+    else:
+        stats = (state.stats.lse, state.stats.target_logit)
+    return output, [prepared.rows.spread(v, 0.0) for v in stats]
 
 
 def _flce_fake(*arguments):
@@ -205,17 +213,16 @@ def _flce_fake(*arguments):
 def _flce_backward(grad, lse, target_logit, *arguments):
     """(dx, dW, db) for the upstream gradient, () or (N,), empty where not needed."""
     call = _Call.of(arguments[:5], arguments[5:])
-    problem, wanted = call.problem, call.wanted
     with call.context():
-        local, route, rows, *_ = _prepared(call)
-        if route.engine == "triton":
-            _, found = run_with_gradients(problem, call.settings, wanted, grad)
-        else:
-            stats = RowStatistics(rows.select(lse), rows.select(target_logit))
-            state = recompute.RecomputeState(stats, row_weights(local.for_kernels(route.dtype)))
-            found = recompute.backward(make_engine(route.engine), local, route, wanted, state, rows.select(grad))
-            found = rows.spread_gradients(found)
-    return tuple(problem.x.new_empty(0) if v is None else v for v in (found.x, found.weight, found.bias))
+        prepared = _prepared(call)
+        rows, state = prepared.rows, None
+        if prepared.route.engine != "triton":
+            weights = row_weights(prepared.problem.for_kernels(prepared.route.dtype))
+            state = recompute.RecomputeState(RowStatistics(rows.select(lse), rows.select(target_logit)), weights)
+        elif call.problem.options.reduction != "none":  # Liger's operator has these gradients in forward alone
+            _, state = forward_of(prepared)
+        found = gradients_of(prepared, state, grad)
+    return _filled(call.problem, found.x, found.weight, found.bias)
 
 
 def _flce_backward_fake(grad, lse, target_logit, x, weight, target, bias, *rest):

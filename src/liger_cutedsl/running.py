@@ -27,9 +27,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, call: _Call):
         problem, route, rows, wanted = call.problem, call.route, call.rows, call.wanted
-        engine = make_engine(route.engine, call.confirm)
-        output, state = _schedule(route).forward(engine, problem, route, wanted)
-        output = rows.spread_output(output)
+        output, state = forward_of(call)
         # Gradients that are there already need no inputs: nothing keeps x and weight alive, or from being changed.
         inputs = (None,) * 5
         if not isinstance(state, KeptGradients):
@@ -129,6 +127,19 @@ def between_graphs(function):
     return eager
 
 
+def forward_of(call: _Call):
+    """What the caller gets of a prepared call, and what its schedule's backward needs."""
+    engine = make_engine(call.route.engine, call.confirm)
+    output, state = _schedule(call.route).forward(engine, call.problem, call.route, call.wanted)
+    return call.rows.spread_output(output), state
+
+
+def gradients_of(call: _Call, state, upstream: torch.Tensor) -> Gradients:
+    """The gradients of a prepared call for an upstream gradient () or (N,)."""
+    found = _gradients(call.problem, call.route, call.wanted, state, call.rows.select(upstream))
+    return call.rows.spread_gradients(found)
+
+
 @between_graphs
 def run(problem: Problem, settings: Settings) -> LossOutput:
     """Checks, routes and runs a problem under autograd."""
@@ -172,14 +183,12 @@ def run_with_gradients(
     """A problem and its gradients in one go, outside autograd, for an upstream gradient () or (N,), or of 1."""
     check_tensors(problem)
     with torch.no_grad():
-        local, route, rows, *_ = prepare(TargetCheck(problem), settings, wanted)
+        call = prepare(TargetCheck(problem), settings, wanted)
         try:
-            output, state = _schedule(route).forward(make_engine(route.engine), local, route, wanted)
+            output, state = forward_of(call)
         except KernelFailure as failure:
             give_up_on_cute(failure, settings)
             return run_with_gradients(problem, settings, wanted, upstream)
         if not wanted:
-            return rows.spread_output(output), Gradients()
-        upstream = torch.ones_like(output.loss) if upstream is None else rows.select(upstream)
-        gradients = _gradients(local, route, wanted, state, upstream)
-        return rows.spread_output(output), rows.spread_gradients(gradients)
+            return output, Gradients()
+        return output, gradients_of(call, state, torch.ones_like(output.loss) if upstream is None else upstream)
