@@ -14,7 +14,6 @@ import math
 import platform
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -24,6 +23,7 @@ from benchmark import report, roofline
 from benchmark.implementations import IMPLEMENTATIONS
 from benchmark.measure import DISTRIBUTIONS, gradient_errors, measure
 from benchmark.sweeps import Measurement, cpu_sweeps, gpu_sweeps, quick_sweeps
+from liger_cutedsl.versions import installed
 
 ACCURACY = ("recompute", "single_pass", "liger-triton", "quack-base", "quack-exp-2048", "cce", "torch")
 PACKAGES = ("torch", "triton", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy")
@@ -33,11 +33,7 @@ def environment(device: str, command: str) -> dict:
     """Everything a reader needs to judge the rows that follow it."""
     found = {"kind": "environment", "command": command, "device": device}
     found["versions"] = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found["versions"][package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found["versions"][package] = "not installed"
+    found["versions"] |= {package: installed(package) or "not installed" for package in PACKAGES}
     if device == "cuda":
         found["gpu"] = torch.cuda.get_device_name()
         query = "power.limit,clocks.sm,clocks.max.sm,driver_version"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import sys
@@ -13,6 +12,7 @@ import torch
 
 from liger_cutedsl import compile_kernels, explain
 from liger_cutedsl.kernel_cache import chosen_folder, obstacle_of
+from liger_cutedsl.versions import installed
 
 PACKAGES = (
     "liger-cutedsl",
@@ -35,7 +35,7 @@ TYPICAL = (
 def report() -> None:
     print("versions")
     for package in PACKAGES:
-        print(f"  {package:20} {_version(package)}")
+        print(f"  {package:20} {installed(package) or 'not installed'}")
     print("device")
     for line in _device_lines():
         print(f"  {line}")
@@ -54,13 +54,6 @@ def report() -> None:
         print("for more")
         for line in advice:
             print(f"  {line}")
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _device_lines():
@@ -100,9 +93,9 @@ def _route(device: str, tokens: int, hidden: int, vocab: int, dtype: torch.dtype
 
 
 def _advice():
-    if _version("quack-kernels") == "not installed" or _version("nvidia-cutlass-dsl") == "not installed":
+    if not installed("quack-kernels") or not installed("nvidia-cutlass-dsl"):
         yield "pip install 'liger-cutedsl[cu13]' brings the CuTe kernels (Linux, a Hopper or Blackwell GPU, CUDA 13)"
-    if _version("transformers") == "not installed":
+    if not installed("transformers"):
         yield "pip install transformers for Liger's apply_liger_kernel_to_* functions"
     from liger_kernel.ops.backends.registry import IMPL_REGISTRY
 

@@ -23,7 +23,14 @@ import torch
 from liger_cutedsl.engines import KernelFailure
 from liger_cutedsl.objective import LossOutput, RowStatistics, row_weights
 from liger_cutedsl.options import LossOptions
-from liger_cutedsl.problem import Gradients, Problem, WantedGradients, autocast_dtype, check_tensors
+from liger_cutedsl.problem import (
+    Gradients,
+    Problem,
+    WantedGradients,
+    autocast_dtype,
+    check_tensors,
+    gradients_needed,
+)
 from liger_cutedsl.routing import Settings, give_up_on_cute
 from liger_cutedsl.rows import TargetCheck
 from liger_cutedsl.running import forward_of, gradients_of, prepare, run_with_gradients
@@ -88,7 +95,6 @@ def run_compiled(
     return_predicted_tokens=False,
 ) -> LossOutput:
     """running.run for tensors (N, H), (V, H), (N,), written so that torch.compile can trace it."""
-    enabled = torch.is_grad_enabled()
     loss, z_loss, accuracy, predicted, *_ = torch.ops.liger_cutedsl.flce(
         x,
         weight,
@@ -110,7 +116,7 @@ def run_compiled(
         workspace_mb,
         chunk_mem_const,
         autocast_dtype(x.device),
-        *[enabled and v is not None and v.requires_grad for v in (x, weight, bias)],
+        *gradients_needed(x, weight, bias),
     )
     return LossOutput(
         loss,

@@ -1,7 +1,7 @@
 """Where compiled kernels are kept between processes.
 
 A cached kernel is machine code that the next process loads and runs: nobody but its user may write it. quack's own
-default lies below the shared temporary folder, where whoever comes first owns it. Unless QUACK_CACHE_DIR says more,
+default lies below the shared temporary folder, where whoever comes first owns it. Unless QUACK_CACHE_DIR says where,
 ours is ~/.cache/liger_cutedsl/kernels (below XDG_CACHE_HOME, if set), readable and writable by its user alone; where
 there is no home that can be written, as for a container's arbitrary user, a folder of that user in the temporary one.
 """

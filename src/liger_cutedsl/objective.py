@@ -19,7 +19,7 @@ Class weights are torch's (torch.nn.CrossEntropyLoss); the z-loss, not scaled by
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -51,7 +51,7 @@ def combined(pieces: list[RowStatistics], combine) -> RowStatistics:
         values = [getattr(piece, name) for piece in pieces]
         return None if values[0] is None else combine(values)
 
-    return RowStatistics(*(field(name) for name in ("lse", "target_logit", "weighted_sum", "argmax", "max_logit")))
+    return RowStatistics(*(field(f.name) for f in fields(RowStatistics)))
 
 
 def over_parts(parts: RowStatistics) -> RowStatistics:

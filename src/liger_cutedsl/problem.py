@@ -133,9 +133,12 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 def wanted_gradients(problem: Problem) -> WantedGradients:
     """The gradients autograd will ask for, as seen at the entrance."""
+    return WantedGradients.of(problem, gradients_needed(problem.x, problem.weight, problem.bias))
+
+
+def gradients_needed(*tensors: torch.Tensor | None) -> list[bool]:
     enabled = torch.is_grad_enabled()
-    tensors = (problem.x, problem.weight, problem.bias)
-    return WantedGradients.of(problem, [enabled and t is not None and t.requires_grad for t in tensors])
+    return [enabled and t is not None and t.requires_grad for t in tensors]
 
 
 def check_tensors(problem: Problem, empty_shard: bool = False) -> None:

@@ -17,16 +17,21 @@ TESTED = {
 }
 
 
+def installed(package: str) -> str | None:
+    """The version of a package, None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def warn_about_untested_versions() -> None:
     outside = []
     for package, (lowest, highest) in TESTED.items():
-        try:
-            installed = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-        if not _between(installed, lowest, highest):
+        found = installed(package)
+        if found and not _between(found, lowest, highest):
             tested = lowest if lowest == highest else f"{lowest} to {highest}"
-            outside.append(f"{package} {installed} (tested: {tested})")
+            outside.append(f"{package} {found} (tested: {tested})")
     if outside:
         warnings.warn(
             f"liger-cutedsl was not tested with {', '.join(outside)}. It may work; `python -m pytest` of its "

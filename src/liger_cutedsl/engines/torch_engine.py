@@ -91,8 +91,8 @@ class TorchEngine:
 
     def exp_chunk(self, problem: Problem, out: torch.Tensor) -> tuple[RowStatistics, torch.Tensor]:
         """Exponentials relative to their tile's maximum into out (n, V); statistics, and the maxima of z (n, tiles)."""
-        part = Epilogue.of(problem)
-        epilogue, prepass = exp_epilogue(part, exp_headroom(self.dz_dtype(problem.x.dtype))), exp_prepass(part)
+        part, headroom = Epilogue.of(problem), exp_headroom(out.dtype)
+        epilogue, prepass = exp_epilogue(part, headroom), exp_prepass(part)
         x, fold, maxima = self.gemm_operand(problem.x), _RowFold(problem), []
         for tile in vocabulary_tiles(problem.vocab, self.exp_tile(problem)):
             acc = self._accumulator(x, problem, tile)
@@ -102,7 +102,7 @@ class TorchEngine:
             maxima.append(capped(part, tile_max, values)[0])
             outputs = epilogue(acc, **values, tile_max=tile_max[:, None])
             out[:, tile.columns] = outputs["D"]
-            sums = outputs["sum_exp"].sum(dim=1) * 2.0 ** -exp_headroom(self.dz_dtype(problem.x.dtype))
+            sums = outputs["sum_exp"].sum(dim=1) * 2.0**-headroom
             outputs["lse"] = (sums.log() + maxima[-1])[:, None]
             if outputs.pop("is_max", None) is not None:
                 outputs["argmax"] = outputs["target_logit"]
@@ -119,16 +119,14 @@ class TorchEngine:
         column_sums: bool,
     ) -> torch.Tensor | None:
         """Turns exponentials (n, V) into dz in place, the targets' own entries exact. column_sums: returns Σ_i dz."""
-        part = Epilogue.of(problem)
+        part, headroom = Epilogue.of(problem), exp_headroom(e.dtype)
         for index, tile in enumerate(vocabulary_tiles(problem.vocab, self.exp_tile(problem))):
             names = (*part.logit_operands, *(("ce_weight",) * part.ce_weight))
             values = _operand_values(names, problem, tile)
             for name, column in (("lse", lse), ("row_a", rows.a), ("row_c", rows.c), ("m", maxima[:, index])):
                 if column is not None:
                     values[name] = column[:, None]
-            e[:, tile.columns] = dz_of_exp(
-                part, exp_headroom(self.dz_dtype(problem.x.dtype)), e[:, tile.columns].to(lse.dtype), values
-            )
+            e[:, tile.columns] = dz_of_exp(part, headroom, e[:, tile.columns].to(lse.dtype), values)
         owner = problem.target.long()[:, None]
         valid = (owner >= 0) & (owner < problem.vocab)
         fix = torch.where(valid, rows.fix.to(e.dtype)[:, None], e.gather(1, owner.clamp(0, problem.vocab - 1)))

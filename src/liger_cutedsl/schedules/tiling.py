@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -88,22 +88,23 @@ class WaveModel:
             dw = (rows + 100) * matrix  # under a long product, that costs about as much as 100 rows
             return max(e, 2 * PER_BYTE * matrix) + max(dx, 2 * PER_BYTE * matrix) + max(dw, 4 * PER_BYTE * matrix)
 
-        def total(rows):
-            full, rest = divmod(tokens, rows)
-            return full * cost(rows) + (cost(rest) if rest else 0)
-
-        return min(reversed(range(TILE_QUANTUM, max(largest, TILE_QUANTUM) + 1, TILE_QUANTUM)), key=total)
+        return _cheapest(tokens, range(TILE_QUANTUM, max(largest, TILE_QUANTUM) + 1, TILE_QUANTUM), cost)
 
     @functools.cache  # noqa: B019  (a model is one of a few constants)
     def best_width(self, vocab: int, tokens: int, hidden: int, widest: int) -> int:
         """The width up to `widest` that covers the vocabulary in the least predicted time; the widest of equals."""
         candidates = range(self.tile_n, max(widest, self.tile_n) + 1, self.tile_n)
+        return _cheapest(vocab, candidates, lambda width: self.cost(width, tokens, hidden))
 
-        def total(width):
-            full, rest = divmod(vocab, width)
-            return full * self.cost(width, tokens, hidden) + (self.cost(rest, tokens, hidden) if rest else 0)
 
-        return min(reversed(candidates), key=total)
+def _cheapest(total: int, sizes: range, cost: Callable[[int], float]) -> int:
+    """The size whose slices of [0, total) cost least together, the last one shorter; the largest of equals."""
+
+    def of_all(size):
+        full, rest = divmod(total, size)
+        return full * cost(size) + (cost(rest) if rest else 0)
+
+    return min(reversed(sizes), key=of_all)
 
 
 def fitting_width(vocab: int, column_bytes: int, budget_bytes: int) -> int:
