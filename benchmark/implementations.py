@@ -127,7 +127,6 @@ def _floor():
             else:
                 torch.mm(z.t(), chunk, out=dw)
 
-    run.release = buffers.clear
     return run
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent
 RESULTS = ROOT / "results"
 README = ROOT.parent / "README.md"
-X2 = RESULTS / "h200-x2.json"
+H200, X2 = RESULTS / "h200.json", RESULTS / "h200-x2.json"
 NAMES = {
     "floor": "cuBLAS GEMMs alone, no loss (floor)",
     "single_pass": "**liger-cutedsl, default**",
@@ -256,7 +256,7 @@ def _plain(name: str) -> str:
 
 
 def main() -> int:
-    rows = read(RESULTS / "h200.json")
+    rows = read(H200)
     README.write_text(filled(README.read_text(), rows))
     plots(rows, RESULTS)
     print(f"wrote {README.name} and the plots in {RESULTS.relative_to(ROOT.parent)}")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from benchmark import report
 from benchmark.measure import Shape
 from benchmark.sweeps import REFERENCE
+from liger_cutedsl.routing import DEFAULT_WORKSPACE_MB
 
 MIB = 2**20
 
@@ -40,7 +41,7 @@ GPUS = {
 PUBLISHED_B200 = {"Liger-Kernel #1291": (25.7, 3714.0), "Liger-Kernel #1339": (17.51, 2415 * MIB / 1e6)}
 
 
-BUDGET = 560 * MIB  # the default workspace
+BUDGET = DEFAULT_WORKSPACE_MB * MIB
 
 
 def predict(schedule: str, shape: Shape, gpu: Gpu) -> tuple[float, float]:
@@ -121,10 +122,9 @@ def main(gpu: str) -> int:
     if gpu in ("b200", "b300"):
         for name, (ms, mb) in PUBLISHED_B200.items():
             print(f"  {name:20} {ms:.2f} ms  {mb:.0f} MB on a B200, as published there")
-    path = report.RESULTS / "h200.json"
-    if path.exists():
-        errors = check(report.read(path))
-        print(f"against measured H200 rows: {error_line(report.read(path))}")
-        for label, schedule, ms, measured, error in errors:
+    if report.H200.exists():
+        rows = report.read(report.H200)
+        print(f"against measured H200 rows: {error_line(rows)}")
+        for label, schedule, ms, measured, error in check(rows):
             print(f"  {label:32} {schedule:12} predicted {ms:8.2f} ms, measured {measured:8.2f} ms, {error:+.1%}")
     return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -64,8 +64,8 @@ REFERENCE = Shape(8192, 128256, 4096)
 def gpu_sweeps() -> list[Measurement]:
     found = [
         Measurement("reference", "forward + backward", REFERENCE, ALL, 9),
-        Measurement("reference", "forward", Shape(8192, 128256, 4096, forward_only=True), PEERS, 7),
-        Measurement("reference", "W frozen", Shape(8192, 128256, 4096, frozen_weight=True), PEERS, 5),
+        Measurement("reference", "forward", replace(REFERENCE, forward_only=True), PEERS, 7),
+        Measurement("reference", "W frozen", replace(REFERENCE, frozen_weight=True), PEERS, 5),
     ]
     for vocab in (32000, 102400, 128256, 152064, 201088, 262144):
         found.append(Measurement("vocabulary", f"V={vocab}", Shape(8192, vocab, 4096), PEERS))
@@ -78,7 +78,7 @@ def gpu_sweeps() -> list[Measurement]:
             model, compared = f"{model}, softcap", tuple(f"{name}-softcap" for name in compared)
         found.append(Measurement("models", model, Shape(8192, vocab, hidden), ("floor", *compared), 3))
     for share in (0.25, 0.5, 0.75, 0.9):
-        shape, label = Shape(8192, 128256, 4096, ignored=share), f"{share:.0%} ignored"
+        shape, label = replace(REFERENCE, ignored=share), f"{share:.0%} ignored"
         found.append(Measurement("ignored", label, shape, (*OURS, "liger-triton", "quack-base", "cce"), 3))
     alone = tuple(f"{schedule}-{option}" for schedule in OURS[1:] for option in OPTIONS)
     found.append(Measurement("options", "forward + backward", REFERENCE, (*OURS, *alone), 5))

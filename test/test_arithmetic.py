@@ -21,10 +21,8 @@ OPTIONS = {
     "z_loss": dict(lse_square_scale=1e-2),
     "token_scaling": dict(use_token_scaling=True),
     "accum_dtype": dict(accum_dtype=torch.float32),
-    "all": dict(softcap=10.0, label_smoothing=0.1, lse_square_scale=1e-2, use_token_scaling=True, reduction="mean"),
-    "all_none": dict(
-        softcap=10.0, label_smoothing=0.1, lse_square_scale=1e-2, use_token_scaling=True, reduction="none"
-    ),
+    "all": ALL,
+    "all_none": dict(**ALL, reduction="none"),
 }
 
 

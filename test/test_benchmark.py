@@ -14,7 +14,7 @@ from benchmark import report, roofline  # noqa: E402
 from benchmark.__main__ import main  # noqa: E402
 from benchmark.sweeps import REFERENCE  # noqa: E402
 
-H200 = report.RESULTS / "h200.json"
+H200 = report.H200
 measured = pytest.mark.skipif(not H200.exists(), reason="no committed results")
 
 

@@ -16,6 +16,7 @@ import liger_cutedsl
 from liger_cutedsl import compile_kernels, fused_linear_cross_entropy, kernel_cache, routing, versions
 from liger_cutedsl.engines import KernelFailure
 from liger_cutedsl.engines.torch_engine import TorchEngine
+from reference import Case
 
 ROOT = Path(__file__).parent.parent
 ONE_KERNEL = "backward/bf16/plain"
@@ -247,8 +248,6 @@ def test_threads():
 
 def test_the_same_inputs_give_the_same_bits(place):
     """Run to run, and under torch.use_deterministic_algorithms."""
-    from reference import Case
-
     case = Case(tokens=100, vocab=700, dtype=place.dtypes[0], device=place.device, bias=True, ce_weight=True)
     x, weight, target, bias, ce_weight = case.tensors()
     options = dict(softcap=10.0, label_smoothing=0.1, lse_square_scale=1e-3, return_predicted_tokens=True)

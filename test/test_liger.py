@@ -1,6 +1,5 @@
 """Liger-Kernel on our operator: what enable() and disable() change, and what they leave alone."""
 
-import contextlib
 import copy
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 import liger_cutedsl
 from liger_cutedsl import LossOptions
 from reference import assert_close, reference
+from stacks import ONLY_THE_LOSS, SMALL, count_calls
 
 X = torch.randn(20, 16)
 W = torch.randn(50, 16)
@@ -116,16 +116,7 @@ def test_disable_restores_liger():
     assert functional.LigerFusedLinearCrossEntropyFunction is before[0]
 
 
-SMALL = dict(
-    vocab_size=1000,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=16,
-    pad_token_id=0,
-)
+SIZES = dict(**SMALL, vocab_size=1000, pad_token_id=0)
 # family → (transformers' class prefix, what is particular about its head)
 FAMILIES = {
     "llama": ("Llama", {}),
@@ -149,7 +140,7 @@ def test_patched_hugging_face_models(enabled, family, num_items):
 
     prefix, particular = FAMILIES[family]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{prefix}Config")(**SMALL, **particular)
+    config = getattr(transformers, f"{prefix}Config")(**SIZES, **particular)
     plain = getattr(transformers, f"{prefix}ForCausalLM")(config)
     fused = copy.deepcopy(plain)
     patch = getattr(patches, f"apply_liger_kernel_to_{family}")
@@ -174,9 +165,8 @@ def test_a_patched_model_compiles_into_one_graph(enabled):
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
-    only = dict(rope=False, rms_norm=False, swiglu=False, fused_linear_cross_entropy=True)
-    apply_liger_kernel_to_llama(**only, model=model)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    apply_liger_kernel_to_llama(**ONLY_THE_LOSS, model=model)
     ids = torch.randint(1, 1000, (2, 17))
     # return_dict: else Liger's forward reads an option that makes transformers log, which breaks the graph
     call = dict(input_ids=ids, labels=ids, return_dict=True)
@@ -186,21 +176,3 @@ def test_a_patched_model_compiles_into_one_graph(enabled):
     assert_close(loss, expected.double(), FLOAT32, "loss")
     want = torch.autograd.grad(expected, model.lm_head.weight)[0]
     assert_close(torch.autograd.grad(loss, model.lm_head.weight)[0], want, FLOAT32, "dW")
-
-
-@contextlib.contextmanager
-def count_calls():
-    """Counts calls of our operator while it is open."""
-    import liger_cutedsl.function as module
-
-    original, calls = module.run, [0]
-
-    def counted(*arguments):
-        calls[0] += 1
-        return original(*arguments)
-
-    module.run = counted
-    try:
-        yield calls
-    finally:
-        module.run = original

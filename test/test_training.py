@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,13 @@ def run_worker(*ways, path=None) -> str:
 
 
 @pytest.fixture(scope="module")
-def output():
+def stacks():
     for package in ("trl", "peft", "accelerate", "datasets"):
         pytest.importorskip(package)
+
+
+@pytest.fixture(scope="module")
+def output(stacks):
     return run_worker()
 
 
@@ -44,13 +49,10 @@ def test_losses_follow_plain_pytorch(output, way):
     assert f"ok {way}" in output.splitlines()
 
 
-def test_the_oldest_transformers_that_liger_accepts(tmp_path):
+def test_the_oldest_transformers_that_liger_accepts(stacks, tmp_path):
     """transformers 5.0 in a folder of its own, in front of the installed one: the patched models, and the Trainer."""
-    for package in ("trl", "peft", "accelerate", "datasets"):
-        pytest.importorskip(package)
-    numpy = subprocess.run([sys.executable, "-m", "pip", "freeze"], capture_output=True, text=True).stdout
-    pins = [line for line in numpy.splitlines() if line.startswith("numpy==")]
-    install = [sys.executable, "-m", "pip", "install", "-q", "--target", tmp_path, "transformers==5.0.0", *pins]
+    install = [sys.executable, "-m", "pip", "install", "-q", "--target", tmp_path, "transformers==5.0.0"]
+    install.append(f"numpy=={metadata.version('numpy')}")
     done = subprocess.run(install, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     printed = run_worker("trainer", "gemma2", "lora_frozen_head", "amp_fp16", path=tmp_path)

@@ -29,31 +29,15 @@ import transformers
 from liger_kernel.transformers import apply_liger_kernel_to_llama
 
 import liger_cutedsl
-import liger_cutedsl.function as function
+from stacks import ONLY_THE_LOSS, SMALL, count_calls
 
 if not INSTALLED:
     liger_cutedsl.enable()
 datasets.disable_progress_bars()
 transformers.logging.set_verbosity_error()
 
-ONLY_THE_LOSS = dict(rope=False, rms_norm=False, swiglu=False, cross_entropy=False, fused_linear_cross_entropy=True)
 # Losses of the two ways differ by float32 rounding of the logits, which six steps of training carry on.
 FLOAT32, SIXTEEN_BIT = 1e-4, 2e-2
-
-
-def calls_of_our_operator(run):
-    """(result of run, number of calls)"""
-    original, calls = function.run, []
-
-    def counted(*arguments):
-        calls.append(1)
-        return original(*arguments)
-
-    function.run = counted
-    try:
-        return run(), len(calls)
-    finally:
-        function.run = original
 
 
 def text_and_tokenizer():
@@ -79,12 +63,7 @@ def tiny(kind="Llama", **particular):
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=len(TOKENIZER),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
+        **SMALL,
         pad_token_id=TOKENIZER.pad_token_id,
         **particular,
     )
@@ -117,9 +96,11 @@ def logged_losses(trainer):
 
 def compare(name, train, bound=FLOAT32):
     """train(fused) → losses, step by step."""
-    plain, none = calls_of_our_operator(lambda: train(False))
-    fused, calls = calls_of_our_operator(lambda: train(True))
-    assert none == 0 and calls >= len(fused) > 3, (none, calls, len(fused))
+    with count_calls() as none:
+        plain = train(False)
+    with count_calls() as calls:
+        fused = train(True)
+    assert none == [0] and calls[0] >= len(fused) > 3, (none, calls, len(fused))
     for a, b in zip(plain, fused, strict=True):
         assert abs(a - b) <= bound * abs(a), (name, plain, fused)
     assert plain[-1] < plain[0], (name, plain, "nothing was learned")
