@@ -48,13 +48,17 @@ class Head(torch.nn.Module):
         return (output,) if isinstance(output, torch.Tensor) else tuple(v for v in output if v is not None)
 
 
+# As torch.amp.GradScaler's: a mean's gradients of x are subnormal in float16, which earlier layers would inherit.
+LOSS_SCALE = 256.0
+
+
 def results(model, parameters, x, target):
     """The outputs and the gradients of their first."""
     model.zero_grad()
     outputs = parameters(x, target)
     loss = outputs[0]
     weights = torch.linspace(0.5, 1.5, loss.numel(), dtype=loss.dtype, device=loss.device).view_as(loss)
-    (loss * weights).sum().backward()
+    (loss * weights * LOSS_SCALE).sum().backward()
     return [v.detach() for v in outputs], [p.grad.clone() for p in model.parameters()]
 
 

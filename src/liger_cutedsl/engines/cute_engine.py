@@ -143,7 +143,7 @@ class CuteEngine:
         tile, n, device = tile_of(kernel, problem.x), problem.tokens, problem.device
         tiles = -(-problem.vocab // tile.tile_n)
         values = _operand_values(part.forward_operands, problem, Tile(0, problem.vocab))
-        values["target"] = problem.target.to(torch.int32)
+        values["target"] = vector_operand(problem.target.to(torch.int32))
         # A target in no tile, or one whose logit is −inf, is never written.
         values["target_logit"] = torch.full((n,), -torch.inf, device=device)
         values["partials"] = torch.empty(n, tiles, device=device)
@@ -227,13 +227,19 @@ def tma_operand(matrix: torch.Tensor) -> torch.Tensor:
     return matrix if readable else matrix.clone(memory_format=torch.contiguous_format)
 
 
+def vector_operand(vector: torch.Tensor) -> torch.Tensor:
+    """The vector itself where its elements are contiguous and its address is a multiple of 16 bytes, as the kernels
+    were compiled for; else a copy."""
+    readable = vector.is_contiguous() and vector.data_ptr() % ROW_ALIGNMENT == 0
+    return vector if readable else vector.clone(memory_format=torch.contiguous_format)
+
+
 def _operand_values(names, problem: Problem, tile: Tile) -> dict:
     """The row vectors and scalars among an epilogue's operands."""
     values = {}
     for name in ("bias", "ce_weight"):
         if name in names:
-            vector = getattr(problem, name)[tile.columns]
-            values[name] = vector if vector.data_ptr() % ROW_ALIGNMENT == 0 else vector.clone()
+            values[name] = vector_operand(getattr(problem, name)[tile.columns])
     if "softcap" in names:
         values["softcap"] = float(problem.options.softcap)
         values["inverse_softcap"] = 1.0 / problem.options.softcap
