@@ -2,24 +2,27 @@
 
 python -m benchmark.experiments        a table; needs a GPU, for all but the chunks of tokens
 
-    chunks         tokens of a chunk, as budgets without end would allow: the waves of dX's GEMM against passes over dW
-    two streams    the scaling pass of a chunk under the gradient GEMMs of the chunk before, with a second buffer
-    dW reduce-add  dW += dzᵀ·x by quack's GEMM with the copy engine's reduce-add instead of cuBLAS's accumulation
+    chunks              tokens of a chunk, as budgets without end would allow: dX's waves against passes over dW
+    two streams         the scaling pass of a chunk under the gradient GEMMs of the one before, with a second buffer
+    dW reduce-add       dW += dzᵀ·x by quack's GEMM with the copy engine's reduce-add, not cuBLAS's accumulation
+    dX of exponentials  dX's GEMM scales the exponentials as it loads them (quack's operand transform). dW still has
+                        the pass before it, so that the difference is what fusing costs
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
 from benchmark.implementations import IMPLEMENTATIONS, Implementation
-from benchmark.measure import Shape, measure
+from benchmark.measure import Shape, gradient_errors, measure
 from benchmark.sweeps import REFERENCE
 from liger_cutedsl.engines import make_engine
 from liger_cutedsl.gemm import matmul
-from liger_cutedsl.objective import row_coefficients, row_weights
+from liger_cutedsl.objective import RowCoefficients, RowStatistics, row_coefficients, row_weights
 from liger_cutedsl.problem import Problem, WantedGradients
 from liger_cutedsl.routing import Settings, choose_route
 from liger_cutedsl.schedules import single_pass
@@ -45,94 +48,163 @@ def with_chunks(chunk: int) -> Implementation:
     return Implementation(f"chunks of {chunk}", "single_pass with another chunk", lambda: run)
 
 
-def with_two_streams(chunk: int) -> Implementation:
+@dataclass(frozen=True)
+class _Chunk:
+    """The exponentials of a slice of the rows, and what turns them into dz."""
+
+    rows: slice
+    problem: Problem
+    e: torch.Tensor
+    maxima: torch.Tensor
+    stats: RowStatistics
+    coefficients: RowCoefficients
+
+    def scale(self, engine) -> None:
+        engine.scale_chunk(self.problem, self.e, self.maxima, self.stats.lse, self.coefficients, False)
+
+    def dx(self, out: torch.Tensor) -> None:
+        matmul(self.e, self.problem.weight, out=out[self.rows])
+
+    def dw(self, out: torch.Tensor) -> None:
+        matmul(self.e.t(), self.problem.x, out=out, accumulate=self.rows.start > 0)
+
+
+def _chunks(engine, problem: Problem, size: int, buffers: int = 1) -> Iterator[_Chunk]:
+    """Computes exponentials chunk by chunk, as single_pass does, into each of the buffers in turn."""
+    weights, upstream = row_weights(problem), torch.ones((), device=problem.device)
+    memory = [torch.empty(size, problem.vocab, dtype=problem.x.dtype, device=problem.device) for _ in range(buffers)]
+    for index, rows in enumerate(slices(problem.tokens, size)):
+        part = problem.of(rows)
+        e = memory[index % buffers][: part.tokens]
+        stats, maxima = engine.exp_chunk(part, out=e)
+        coefficients = row_coefficients(stats, weights.of(rows), problem.options, upstream)
+        yield _Chunk(rows, part, e, maxima, stats, coefficients)
+
+
+def with_two_streams(size: int) -> Implementation:
     """The scaling pass beside the GEMMs of the chunk before it."""
 
     def make():
         side = torch.cuda.Stream()
 
         def run(x, weight, target):
-            problem, engine = _problem(x, weight, target), make_engine("cute")
-            rows, main = row_weights(problem), torch.cuda.current_stream()
-            upstream = torch.ones((), device=x.device)
+            problem, engine, main = _problem(x, weight, target), make_engine("cute"), torch.cuda.current_stream()
             x.grad, weight.grad = torch.empty_like(problem.x), torch.empty_like(problem.weight)
-            buffers = [torch.empty(chunk, problem.vocab, dtype=x.dtype, device=x.device) for _ in range(2)]
 
-            def gradients(dz, part, piece):
-                matmul(dz, part.weight, out=x.grad[piece])
-                matmul(dz.t(), part.x, out=weight.grad, accumulate=piece.start > 0)
+            def gradients(chunk):
+                chunk.dx(x.grad)
+                chunk.dw(weight.grad)
 
-            before, alive = None, []  # what the side stream reads stays alive until it is done
-            for index, piece in enumerate(slices(problem.tokens, chunk)):
-                part = problem.of(piece)
-                e = buffers[index % 2][: part.tokens]
-                stats, maxima = engine.exp_chunk(part, out=e)
-                coefficients = row_coefficients(stats, rows.of(piece), problem.options, upstream)
+            done = []  # what the side stream reads stays alive until it is done
+            for chunk in _chunks(engine, problem, size, buffers=2):
                 side.wait_stream(main)
                 with torch.cuda.stream(side):
-                    engine.scale_chunk(part, e, maxima, stats.lse, coefficients, False)
-                if before is not None:
-                    gradients(*before)
+                    chunk.scale(engine)
+                if done:
+                    gradients(done[-1])
                 main.wait_stream(side)
-                before = (e, part, piece)
-                alive.append((stats, maxima, coefficients))
-            gradients(*before)
-            return stats.lse.sum()
+                done.append(chunk)
+            gradients(done[-1])
 
         return run
 
-    return Implementation(f"two streams, chunks of {chunk}", "scaling beside GEMMs", make)
+    return Implementation(f"two streams, chunks of {size}", "scaling beside GEMMs", make)
 
 
-def with_reduce_add(tile: tuple[int, int, int, int, bool], chunk: int) -> Implementation:
-    """dW accumulated by quack's GEMM. tile: tile M, tile N, cluster M, cluster N, ping-pong."""
+def with_reduce_add(tile: str, size: int) -> Implementation:
+    """dW accumulated by quack's GEMM with that tile, written as LIGER_CUTEDSL_TILES writes them."""
 
     def make():
         from quack.epilogue.library import identity_epi
 
-        names = ("tile_M", "tile_N", "cluster_M", "cluster_N", "pingpong")
-        shape = dict(zip(names, tile, strict=True))
+        shape = _tile_arguments(tile)
 
         def run(x, weight, target):
             problem, engine = _problem(x, weight, target), make_engine("cute")
-            rows, upstream = row_weights(problem), torch.ones((), device=x.device)
             x.grad, weight.grad = torch.empty_like(problem.x), torch.zeros_like(problem.weight)
-            buffer = torch.empty(chunk, problem.vocab, dtype=x.dtype, device=x.device)
-            for piece in slices(problem.tokens, chunk):
-                part = problem.of(piece)
-                e = buffer[: part.tokens]
-                stats, maxima = engine.exp_chunk(part, out=e)
-                coefficients = row_coefficients(stats, rows.of(piece), problem.options, upstream)
-                engine.scale_chunk(part, e, maxima, stats.lse, coefficients, False)
-                matmul(e, part.weight, out=x.grad[piece])
-                identity_epi.gemm(e.t(), part.x.t(), weight.grad, epi_args={}, add_to_output=True, **shape)
-            return stats.lse.sum()
+            for chunk in _chunks(engine, problem, size):
+                chunk.scale(engine)
+                chunk.dx(x.grad)
+                x_rows = chunk.problem.x.t()
+                identity_epi.gemm(chunk.e.t(), x_rows, weight.grad, epi_args={}, add_to_output=True, **shape)
 
         return run
 
-    name = "{}x{}/{}x{}".format(*tile[:4]) + "/pingpong" * tile[4]
-    return Implementation(f"dW reduce-add, {name}", "dW through quack", make)
+    return Implementation(f"dW reduce-add, {tile}", "dW through quack", make)
+
+
+def with_transformed_dx(tile: str, size: int) -> Implementation:
+    """dX from exponentials that its GEMM scales as it loads them: by a 16-bit number for each row and 64 columns."""
+
+    def make():
+        from quack.epilogue.library import identity_epi
+        from quack.operand_transform import a_transform
+        from quack.operand_transform.host import transform_a_operand
+
+        @a_transform(vec_size=8, args={"scale": "colvec_ktile"})
+        def scaled(e, scale):
+            return e * scale
+
+        shape, tile_k = _tile_arguments(tile), 64
+
+        def operand(chunk, engine):
+            """The exponentials, with an element for the target whose product with its scale is exact, and scales."""
+            scale = torch.exp(chunk.maxima - chunk.stats.lse[:, None]) * chunk.coefficients.a[:, None]
+            scale, columns = scale.to(chunk.e.dtype), chunk.problem.target[:, None]
+            of_target = scale.gather(1, columns // engine.exp_tile(chunk.problem))
+            chunk.e.scatter_(1, columns, (chunk.coefficients.fix[:, None] / of_target).to(chunk.e.dtype))
+            strips = scale.repeat_interleave(engine.exp_tile(chunk.problem) // tile_k, dim=1)
+            strips = strips[:, : -(-chunk.problem.vocab // tile_k)].t().contiguous()
+            return transform_a_operand(scaled, chunk.e, {"scale": strips}, shape["tile_M"], tile_k)
+
+        def run(x, weight, target):
+            problem, engine = _problem(x, weight, target), make_engine("cute")
+            x.grad, weight.grad = torch.empty_like(problem.x), torch.empty_like(problem.weight)
+            how = dict(epi_args={}, transform_a=scaled, tile_K=tile_k, **shape)
+            for chunk in _chunks(engine, problem, size):
+                identity_epi.gemm(operand(chunk, engine), problem.weight.t(), x.grad[chunk.rows], **how)
+                chunk.scale(engine)
+                chunk.dw(weight.grad)
+
+        return run
+
+    return Implementation(f"dX of exponentials, {tile}", "the scaling pass within dX", make)
+
+
+def _tile_arguments(tile: str) -> dict:
+    """quack's names for a tile written as MxN/CLUSTERMxCLUSTERN[/pingpong]."""
+    size, cluster, *pingpong = tile.split("/")
+    (m, n), (cluster_m, cluster_n) = (map(int, pair.split("x")) for pair in (size, cluster))
+    return dict(tile_M=m, tile_N=n, cluster_M=cluster_m, cluster_N=cluster_n, pingpong=bool(pingpong))
 
 
 def experiments() -> list[Implementation]:
-    tiles = ((128, 192, 2, 1, True), (128, 256, 2, 1, False))
     return [
         IMPLEMENTATIONS["floor"],
         IMPLEMENTATIONS["single_pass"],
         *(with_chunks(chunk) for chunk in CHUNKS),
         *(with_two_streams(chunk) for chunk in (1024, 2048)),
-        *(with_reduce_add(tile, 2048) for tile in tiles),
+        *(with_reduce_add(tile, 2048) for tile in ("128x192/2x1/pingpong", "128x256/2x1")),
+        *(with_transformed_dx(tile, 2048) for tile in ("128x256/2x1", "128x192/2x1")),
     ]
 
 
 def main(shape: Shape = REFERENCE, rounds: int = 9) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = measure(experiments(), shape, rounds, device)
-    for row in rows.values():
-        ratio = row.ms / rows["floor"].ms
-        figures = f"{row.ms:8.3f} ms {ratio:6.3f} of the floor {row.peak_mb:7.0f} MB, dX error {row.dx_error:.1e}"
-        print(f"{row.implementation:34} {row.skipped or figures}")
+    for implementation in experiments():
+        row = rows[implementation.name]
+        print(f"{row.implementation:40} {row.skipped or _figures(implementation, row, rows['floor'].ms, device)}")
     return 0
+
+
+def _figures(implementation: Implementation, row, floor_ms: float, device: str) -> str:
+    figures = f"{row.ms:8.3f} ms {row.ms / floor_ms:6.3f} of the floor {row.peak_mb:7.0f} MB"
+    if not implementation.plain:
+        return figures
+    # never time on garbage: three chunks and more, against float64
+    errors = gradient_errors(implementation, "std 1", device, tokens=6144, vocab=8000, hidden=512)
+    return f"{figures}, errors of dX {errors['dx']:.2e}, of dW {errors['dw']:.2e}"
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def gpu_sweeps() -> list[Measurement]:
 
 
 def quick_sweeps() -> list[Measurement]:
-    return [Measurement("quick", "forward + backward", Shape(4096, 32000, 2048), PEERS, 3)]
+    return [Measurement("quick", "forward + backward", Shape(8192, 32000, 4096), PEERS, 5)]
 
 
 def cpu_sweeps() -> list[Measurement]:
