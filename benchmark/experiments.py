@@ -1,9 +1,10 @@
 """Ideas for `single_pass`, measured next to it; what helps goes into the schedule, the rest into NOTES.md.
 
-python -m benchmark.experiments        a table; needs a GPU, for all but the chunks of tokens
+python -m benchmark.experiments [N V H]        a table; needs a GPU, for all but the chunks of tokens
 
     chunks              tokens of a chunk, as budgets without end would allow: dX's waves against passes over dW
     two streams         the scaling pass of a chunk under the gradient GEMMs of the one before, with a second buffer
+    parallel gradients  dX's GEMM, which may not fill the GPU, beside dW's on a second stream
     dW reduce-add       dW += dzᵀ·x by quack's GEMM with the copy engine's reduce-add, not cuBLAS's accumulation
     dX of exponentials  dX's GEMM scales the exponentials as it loads them (quack's operand transform). dW still has
                         the pass before it, so that the difference is what fusing costs
@@ -111,6 +112,30 @@ def with_two_streams(size: int) -> Implementation:
     return Implementation(f"two streams, chunks of {size}", "scaling beside GEMMs", make)
 
 
+def with_parallel_gradients() -> Implementation:
+    """dX's GEMM beside dW's, both of the same chunk, chosen as single_pass does."""
+
+    def make():
+        side = torch.cuda.Stream()
+
+        def run(x, weight, target):
+            problem, engine, main = _problem(x, weight, target), make_engine("cute"), torch.cuda.current_stream()
+            wanted = WantedGradients(x.dtype, weight.dtype)
+            route = choose_route(problem, wanted, Settings(schedule="single_pass"))
+            x.grad, weight.grad = torch.empty_like(problem.x), torch.empty_like(problem.weight)
+            for chunk in _chunks(engine, problem, route.chunk):
+                chunk.scale(engine)
+                side.wait_stream(main)
+                with torch.cuda.stream(side):
+                    chunk.dx(x.grad)
+                chunk.dw(weight.grad)
+                main.wait_stream(side)
+
+        return run
+
+    return Implementation("parallel gradients", "dX beside dW", make)
+
+
 def with_reduce_add(tile: str, size: int) -> Implementation:
     """dW accumulated by quack's GEMM with that tile, written as LIGER_CUTEDSL_TILES writes them."""
 
@@ -184,6 +209,7 @@ def experiments() -> list[Implementation]:
         IMPLEMENTATIONS["single_pass"],
         *(with_chunks(chunk) for chunk in CHUNKS),
         *(with_two_streams(chunk) for chunk in (1024, 2048)),
+        with_parallel_gradients(),
         *(with_reduce_add(tile, 2048) for tile in ("128x192/2x1/pingpong", "128x256/2x1")),
         *(with_transformed_dx(tile, 2048) for tile in ("128x256/2x1", "128x192/2x1")),
     ]
@@ -208,4 +234,4 @@ def _figures(implementation: Implementation, row, floor_ms: float, device: str) 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(Shape(*map(int, sys.argv[1:])) if sys.argv[1:] else REFERENCE))

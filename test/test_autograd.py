@@ -132,18 +132,33 @@ def test_autocast_multiplies_in_its_dtype_and_returns_the_parameters_dtype(place
         assert_close(leaf.grad, want, bound, "gradient")
 
 
-class Fp16Dz(TorchEngine):
-    """The torch engine with dz rounded to fp16, as the GPU engine keeps it for fp16 inputs."""
+def round_dz_to(monkeypatch, dtype):
+    """Makes the torch engine store dz in 16 bits, as the GPU engine does."""
+    monkeypatch.setattr("liger_cutedsl.running.make_engine", lambda *_: TorchEngine(dz_dtype=dtype))
 
-    def __init__(self):
-        super().__init__(dz_dtype=torch.float16)
+
+@pytest.mark.parametrize("amp_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, dict(label_smoothing=0.1), dict(reduction="sum")], ids=str)
+def test_rounding_dz_does_not_bias_a_mean(monkeypatch, place, amp_dtype, options):
+    """1/384 and 0.9 lie between two numbers of 16 bits: all rows would be rounded to one side, by up to eps/2. In a
+    unit in which the targets' entries are just above −1, they go to either side, by eps/(2·√12) (root mean square)."""
+    if place.device == "cpu":
+        round_dz_to(monkeypatch, amp_dtype)
+    case = Case(384, 64, 2000, dtype=torch.float32, device=place.device, bias=True, scale=1.0, ignored=0.0)
+    x, weight, target, bias, _ = case.tensors()
+    with torch.autocast(place.device, amp_dtype):  # gradients come in float32, so that only dz's rounding shows
+        fused_linear_cross_entropy(x, weight, target, bias=bias, **options, **place.call).backward()
+    rounded = [v.detach().to(amp_dtype) for v in (x, weight)]
+    _, grads = reference(*rounded, target, bias, None, LossOptions(**options))
+    for name, leaf, want in zip(("dx", "dW", "db"), (x, weight, bias), grads, strict=True):
+        assert_close(leaf.grad, want, torch.finfo(amp_dtype).eps / 6, name)
 
 
 @pytest.mark.parametrize("loss_scale", [1.0, 2.0**16])
 @pytest.mark.parametrize("reduction, schedule", [("mean", "recompute"), ("none", "recompute"), ("mean", "single_pass")])
 def test_fp16_dz_does_not_underflow(monkeypatch, loss_scale, reduction, schedule):
     """p/N is about 2e-7/500 here, far below fp16's smallest number 6e-8: a scale keeps dz in its range."""
-    monkeypatch.setattr("liger_cutedsl.running.make_engine", lambda *_: Fp16Dz())
+    round_dz_to(monkeypatch, torch.float16)
     case = Case(tokens=500, vocab=2000, dtype=torch.float32, bias=True, scale=1.0, ignored=0.1)
     case.options = dict(label_smoothing=0.1, reduction=reduction)
     # dz is rounded to fp16 once, and everything else happens in float32

@@ -139,7 +139,7 @@ def _gradients_in_forward(call: _Call) -> bool:
 
 def _upstream(problem: Problem) -> float:
     """The upstream gradient of what forward keeps: 1, or what keeps fp16 gradients of a mean from vanishing."""
-    return single_pass.fp16_scales(problem)[1] if problem.gemm_dtype == torch.float16 else 1.0
+    return single_pass.fp16_scale(problem) if problem.gemm_dtype == torch.float16 else 1.0
 
 
 def _flce(*arguments):

@@ -120,11 +120,12 @@ def explain(
 ) -> Route:
     """The route fused_linear_cross_entropy would take with these arguments, without running anything.
 
-    Takes meta or fake tensors too. target may be left out.
+    Takes meta or fake tensors too. target may be left out. (While a CUDA graph is captured, targets cannot be read, and
+    a float16 mean takes `recompute`.)
     """
     x = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
     if target is None:
         target = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
-    problem = Problem(x, weight, target.reshape(-1), bias, ce_weight, LossOptions(**options))
+    problem = Problem(x, weight, target.reshape(-1), bias, ce_weight, LossOptions(**options), dense=True)
     check_tensors(problem)
     return choose_route(problem, wanted_gradients(problem), Settings.resolve(engine, schedule, workspace_mb))

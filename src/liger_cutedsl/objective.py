@@ -151,6 +151,20 @@ def row_weights(problem: Problem) -> RowWeights:
     return RowWeights(ignored, target_weight, total, inverse_d, inverse_dz, problem.vocab)
 
 
+def dz_unit(problem: Problem, dz_dtype: torch.dtype) -> float:
+    """u: 16-bit dz is stored times u, and what is computed from it divided by u.
+
+    In all rows of a mean, dz at the target is close to −(1−ε)/N. Rounded to bf16 that is off by up to 2⁻⁸ and by the
+    same in every row: not noise but a bias, which grows and shrinks with N. Times N/(1−ε) it is −1 + p, exact where p
+    is small. (Not for ε above a half: dz stays below 2.) An upstream gradient or class weights that are only known on
+    the device are rounded as they come.
+    """
+    if dz_dtype.itemsize > 2:
+        return 1.0
+    rows = max(problem.tokens, 1) if problem.options.reduction == "mean" else 1
+    return rows / max(1.0 - problem.options.label_smoothing, 0.5)
+
+
 def token_scale(stats: RowStatistics, options: LossOptions) -> torch.Tensor | float:
     """s_i: the detached probability of the target (Liger-Kernel's use_token_scaling), or 1."""
     return torch.exp(stats.target_logit - stats.lse) if options.use_token_scaling else 1.0

@@ -126,6 +126,8 @@ def single_pass_obstacle(problem: Problem, e_dtype: torch.dtype) -> str | None:
     if recompute.too_coarse(problem, e_dtype):
         return f"16-bit exponentials lose the slope of a softcap below {recompute.SMALLEST_SOFTCAP:g}"
     if problem.gemm_dtype == torch.float16:
+        if options.reduction == "mean" and not problem.dense:  # while a CUDA graph is captured
+            return "a float16 mean needs a scale from the number of valid rows, which only the device knows"
         # Its scale is chosen before the coefficients are known, from N alone; and where exponentials underflow,
         # as fp16's do, the cap's slope is lost with them.
         if problem.ce_weight is not None or options.lse_square_scale:

@@ -32,6 +32,7 @@ from liger_cutedsl.objective import (
     RowStatistics,
     RowWeights,
     combined,
+    dz_unit,
     loss_terms,
     over_parts,
     row_coefficients,
@@ -168,12 +169,14 @@ def backward(
     A vocabulary split over ranks sums dX there, under that GEMM.
     """
     problem, tile_width = problem.for_kernels(route.dtype), route.tile_width
-    coefficients = row_coefficients(state.stats, state.rows, problem.options, grad_output)
     dz_dtype, unscale = engine.dz_dtype(problem.x.dtype), None
+    unit = dz_unit(problem, dz_dtype)
+    upstream = grad_output.to(problem.compute_dtype) * unit
+    coefficients = row_coefficients(state.stats, state.rows, problem.options, upstream)
     if dz_dtype == torch.float16:
         coefficients, unscale = _scaled_for_fp16(coefficients, problem)
     kept, first = state.take_kept(), 0
-    sink = _GradientSink(engine, problem, wanted, unscale, reduce_dx, kept)
+    sink = _GradientSink(engine, problem, wanted, 1.0 / unit, unscale, reduce_dx, kept)
     if kept is not None:
         dz, first = kept.e, kept.e.shape[1]
         part = problem if first == problem.vocab else problem.of_columns(slice(0, first))
@@ -195,10 +198,11 @@ def backward(
 
 
 class _GradientSink:
-    """Turns tiles of dz into dX, dW and db."""
+    """Turns tiles of dz into dX, dW and db: times alpha, and times unscale, a scalar tensor, where there is one."""
 
-    def __init__(self, engine, problem: Problem, wanted: WantedGradients, unscale, reduce_dx, kept):
-        self.engine, self.problem, self.wanted, self.unscale = engine, problem, wanted, unscale
+    def __init__(self, engine, problem: Problem, wanted: WantedGradients, alpha: float, unscale, reduce_dx, kept):
+        self.engine, self.problem, self.wanted = engine, problem, wanted
+        self.alpha, self.unscale = alpha, unscale
         self.x = engine.gemm_operand(problem.x) if wanted.weight is not None else None
         one_product = kept is not None and kept.e.shape[1] == problem.vocab and reduce_dx is None
         if not one_product:  # dX is summed in the compute dtype; its own dtype comes last
@@ -214,15 +218,16 @@ class _GradientSink:
         grads = self.gradients
         if grads.x is not None:
             weight = self.engine.gemm_operand(self.problem.weight[tile.columns])
-            matmul(dz, weight, out=grads.x, accumulate=tile.start > 0)
+            matmul(dz, weight, out=grads.x, accumulate=tile.start > 0, alpha=self.alpha)
             if tile.stop == self.problem.vocab:
                 self._dx_is_complete()
         if grads.weight is not None:
-            self._write(grads.weight[tile.columns], lambda out: matmul(dz.t(), self.x, out=out))
+            self._write(grads.weight[tile.columns], lambda out: matmul(dz.t(), self.x, out=out, alpha=self.alpha))
         if grads.bias is not None:
             if column_sums is None:
                 column_sums = dz.sum(dim=0, dtype=self.problem.compute_dtype)
-            grads.bias[tile.columns] = self._unscaled(column_sums)
+            sums = column_sums if self.unscale is None else column_sums * self.unscale
+            torch.mul(sums, self.alpha, out=grads.bias[tile.columns])
 
     def _dx_is_complete(self) -> None:
         if self.unscale is not None:
@@ -242,9 +247,6 @@ class _GradientSink:
             product(out)
         else:
             out.copy_(product(torch.empty_like(out, dtype=torch.float32)).mul_(self.unscale))
-
-    def _unscaled(self, value: torch.Tensor) -> torch.Tensor:
-        return value if self.unscale is None else value * self.unscale
 
 
 def _scaled_for_fp16(coefficients: RowCoefficients, problem: Problem) -> tuple[RowCoefficients, torch.Tensor]:

@@ -20,6 +20,7 @@ from liger_cutedsl.gemm import matmul
 from liger_cutedsl.objective import (
     LossOutput,
     combined,
+    dz_unit,
     loss_terms,
     row_coefficients,
     row_weights,
@@ -32,7 +33,7 @@ from liger_cutedsl.schedules.tiling import slices
 if TYPE_CHECKING:
     from liger_cutedsl.routing import Route
 
-# fp16: dz is at most this (a sixteenth of fp16's largest number), and the GEMMs take it down again so that the
+# fp16: dz is at most twice this (an eighth of fp16's largest number), and the GEMMs take it down again so that the
 # gradients kept until backward are those of a loss 16 times smaller than the sum over rows: a token that fills a
 # batch of a million rows still fits.
 FP16_DZ, FP16_GRADIENTS = 2.0**12, 2.0**-4
@@ -59,7 +60,9 @@ def forward(engine, problem: Problem, route: Route, wanted: WantedGradients) -> 
     sink = _GradientSink(engine, problem, wanted)
     problem = problem.for_kernels(route.dtype)
     dz_dtype, rows = engine.dz_dtype(problem.x.dtype), row_weights(problem)
-    dz_scale, scale = fp16_scales(problem) if dz_dtype == torch.float16 else (1.0, 1.0)
+    dz_scale, scale = dz_unit(problem, dz_dtype), 1.0
+    if dz_dtype == torch.float16:
+        dz_scale, scale = dz_scale * FP16_DZ, fp16_scale(problem)
     upstream = torch.full((), dz_scale, dtype=problem.compute_dtype, device=problem.device)
     buffer = recompute.exponentials_buffer(problem, min(route.chunk, problem.tokens), dz_dtype)
     pieces = []
@@ -104,8 +107,7 @@ class _GradientSink:
         return Gradients(*(None if g is None else g.to(dtype) for g, dtype in zip(found, dtypes, strict=True)))
 
 
-def fp16_scales(problem: Problem) -> tuple[float, float]:
-    """(scale of dz, scale of the kept gradients), powers of two: a row's dz is at most about 1/N, or 1 for "sum"."""
+def fp16_scale(problem: Problem) -> float:
+    """The scale of the kept gradients, a power of two: of the sum over rows, whatever the loss is."""
     rows = max(problem.tokens, 1) if problem.options.reduction == "mean" else 1
-    whole = 2.0 ** math.floor(math.log2(rows))
-    return whole * FP16_DZ, whole * FP16_GRADIENTS
+    return 2.0 ** math.floor(math.log2(rows)) * FP16_GRADIENTS
