@@ -130,8 +130,15 @@ class BrokenEngine(TorchEngine):
     exp_chunk = row_statistics
 
 
-@pytest.fixture
-def broken_cute(monkeypatch):
+class BrokenInBackward(TorchEngine):
+    """Fails where a kernel is launched that no forward has needed."""
+
+    def dz_tile(self, *_, **__):
+        raise KernelFailure("a CuTe kernel could not be compiled or launched (planted)")
+
+
+@pytest.fixture(params=[BrokenEngine])
+def broken_cute(request, monkeypatch):
     """A CPU that takes the CuTe engine for possible, and fails in it."""
     original = routing._choose_engine
 
@@ -141,7 +148,7 @@ def broken_cute(monkeypatch):
         return original(problem, settings)
 
     def make(name, after_first_launch=None):
-        return BrokenEngine() if name == "cute" else TorchEngine()
+        return request.param() if name == "cute" else TorchEngine()
 
     monkeypatch.setattr(routing, "_choose_engine", choose)
     monkeypatch.setattr(routing, "_kernel_failure", None)
@@ -163,6 +170,30 @@ def test_a_kernel_that_fails_is_replaced_unless_it_was_forced(broken_cute, reduc
     torch.testing.assert_close(loss, expected)
     found, want = (torch.autograd.grad(v.sum(), weight)[0] for v in (loss, expected))
     torch.testing.assert_close(found, want)
+    assert "planted" in routing._kernel_failure
+
+
+@pytest.mark.parametrize("broken_cute", [BrokenInBackward], indirect=True)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_kernel_that_fails_in_backward_is_replaced_unless_it_was_forced(broken_cute, reduction, compiled):
+    x, weight = torch.randn(40, 16).requires_grad_(), torch.randn(3000, 16, requires_grad=True)
+    target, upstream = torch.arange(40), torch.full((40,) if reduction == "none" else (), 0.7)
+    target[::3] = -100
+    torch._dynamo.reset()
+    run = torch.compile(fused_linear_cross_entropy, fullgraph=True, backend="aot_eager") if compiled else None
+    run, call = run or fused_linear_cross_entropy, dict(reduction=reduction, schedule="recompute", workspace_mb=0.05)
+    with pytest.raises(KernelFailure, match="planted"):
+        run(x, weight, target, engine="cute", **call).backward(upstream)
+    loss = run(x, weight, target, **call)
+    assert routing._kernel_failure is None, "forward works"
+    expected = torch.nn.functional.cross_entropy(x @ weight.T, target, reduction=reduction)
+    for found, want in zip(
+        torch.autograd.grad(loss, (x, weight), upstream),
+        torch.autograd.grad(expected, (x, weight), upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, want)
     assert "planted" in routing._kernel_failure
 
 

@@ -227,4 +227,6 @@ def test_wave_model_fills_the_machine():
     assert (8192 // 128) * 66 % 132 == 0 and (66 * 192 // 128) * (4096 // 256) % 132 == 0
     assert model.best_chunk(8192, 128256, 4096, 2048) == 2048
     assert model.best_chunk(4130, 128256, 4096, 2176) == 2176, "34 rows in a third chunk cost as much as 600"
+    assert model.best_chunk(4110, 128256, 4096, 2048) == 1408, "three chunks of nearly the same size"
+    assert model.best_chunk(8192, 152064, 3584, 1920) == 1664, "not eight, whose dX fills a wave to 85%"
     assert model.best_width(100, 8192, 4096, 13056) % 192 == 0

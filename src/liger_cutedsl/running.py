@@ -26,34 +26,44 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, call: _Call):
-        problem, route, rows, wanted = call.problem, call.route, call.rows, call.wanted
+        problem, rows = call.problem, call.rows
         output, state = forward_of(call)
         # Gradients that are there already need no inputs: nothing keeps x and weight alive, or from being changed.
         inputs = (None,) * 5
         if not isinstance(state, KeptGradients):
             inputs = (x, weight, call.target, bias, problem.ce_weight)
         ctx.save_for_backward(*inputs, rows.keep, rows.drop)
-        ctx.call = (problem.options, problem.dense, route, wanted)
+        ctx.call = (problem.options, problem.dense, call.route, call.wanted, call.settings)
         ctx.state = state
         ctx.mark_non_differentiable(*(metric for metric in output[1:] if metric is not None))
         return tuple(output)
 
     @staticmethod
     def backward(ctx, grad_output, *_metrics):
-        options, dense, route, wanted = ctx.call
+        options, dense, route, wanted, settings = ctx.call
         *inputs, keep, drop = ctx.saved_tensors
         rows = Rows(keep, drop)
         with torch.no_grad():
             problem = None if inputs[0] is None else rows.compact(Problem(*inputs, options, dense))
-            found = rows.spread_gradients(_gradients(problem, route, wanted, ctx.state, rows.select(grad_output)))
+            found = _gradients(problem, route, wanted, settings, ctx.state, rows.select(grad_output))
+            found = rows.spread_gradients(found)
         return (*without_second_derivative(found.x, found.weight, found.bias), None)
 
 
-def _gradients(problem: Problem | None, route: Route, wanted: WantedGradients, state, upstream) -> Gradients:
-    """The gradients for an upstream gradient: kept ones scaled, others computed from the problem."""
+def _gradients(
+    problem: Problem | None, route: Route, wanted: WantedGradients, settings: Settings, state, upstream: torch.Tensor
+) -> Gradients:
+    """The gradients for an upstream gradient: kept ones scaled, others computed from the problem.
+
+    Where a kernel fails only now, from the start on what runs without it: the loss that was handed out stands.
+    """
     if isinstance(state, KeptGradients):
         return state.for_upstream(upstream)
-    return _schedule(route).backward(make_engine(route.engine), problem, route, wanted, state, upstream)
+    try:
+        return _schedule(route).backward(make_engine(route.engine), problem, route, wanted, state, upstream)
+    except KernelFailure as failure:
+        give_up_on_cute(failure, settings)
+        return run_with_gradients(problem.for_kernels(route.dtype), settings, wanted, upstream)[1]
 
 
 def without_second_derivative(*gradients: torch.Tensor | None) -> list[torch.Tensor | None]:
@@ -84,12 +94,13 @@ def _schedule(route: Route):
 
 class _Call(NamedTuple):
     """A checked call: what to compute and how, where its rows belong among the caller's, the gradients that will be
-    asked for, the caller's own targets, and what is still to be confirmed once the first GEMM is launched."""
+    asked for, the caller's settings and targets, and what is still to be confirmed once the first GEMM is launched."""
 
     problem: Problem
     route: Route
     rows: Rows
     wanted: WantedGradients
+    settings: Settings
     target: torch.Tensor
     confirm: Callable[[], None] | None = None
 
@@ -100,7 +111,7 @@ def prepare(check: TargetCheck, settings: Settings, wanted: WantedGradients) -> 
     compact = check.compact(rows)
     route = choose_route(compact, wanted, settings)
     warn_about_fallback(route)
-    return _Call(compact, route, rows, wanted, check.problem.target)
+    return _Call(compact, route, rows, wanted, settings, check.problem.target)
 
 
 def _begin_dense(check: TargetCheck, settings: Settings, wanted: WantedGradients) -> _Call | None:
@@ -111,7 +122,7 @@ def _begin_dense(check: TargetCheck, settings: Settings, wanted: WantedGradients
     route = choose_route(problem, wanted, settings)
     if route.engine != "cute":
         return None
-    return _Call(problem, route, Rows(), wanted, problem.target, check.confirm_dense)
+    return _Call(problem, route, Rows(), wanted, settings, problem.target, check.confirm_dense)
 
 
 def between_graphs(function):
@@ -136,7 +147,7 @@ def forward_of(call: _Call):
 
 def gradients_of(call: _Call, state, upstream: torch.Tensor) -> Gradients:
     """The gradients of a prepared call for an upstream gradient () or (N,)."""
-    found = _gradients(call.problem, call.route, call.wanted, state, call.rows.select(upstream))
+    found = _gradients(call.problem, call.route, call.wanted, call.settings, state, call.rows.select(upstream))
     return call.rows.spread_gradients(found)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -79,16 +79,21 @@ class WaveModel:
 
     @functools.cache  # noqa: B019  (a model is one of a few constants)
     def best_chunk(self, tokens: int, vocab: int, hidden: int, largest: int) -> int:
-        """The chunk of tokens up to `largest` in which single_pass takes the least predicted time."""
+        """The chunk of tokens up to `largest` in which single_pass takes the least predicted time, among those that
+        divide the tokens equally."""
         matrix = vocab * hidden  # each GEMM of a chunk, however short, reads W or reads and writes dW, in 16 bits
 
         def cost(rows):
             e = self._waves(rows, vocab, self.tile_m, self.tile_n) * hidden
             dx = self._waves(rows, hidden, self.weight_tile_m, self.weight_tile_n) * vocab
-            dw = (rows + 100) * matrix  # under a long product, that costs about as much as 100 rows
+            if dx > 1.3 * rows * matrix:  # cuBLAS would rather split the sum over the vocabulary
+                dx = 1.1 * rows * matrix
+            dw = (rows + 130) * matrix  # under a long product, that costs about as much as 130 rows
             return max(e, 2 * PER_BYTE * matrix) + max(dx, 2 * PER_BYTE * matrix) + max(dw, 4 * PER_BYTE * matrix)
 
-        return _cheapest(tokens, range(TILE_QUANTUM, max(largest, TILE_QUANTUM) + 1, TILE_QUANTUM), cost)
+        fewest = -(-tokens // largest)
+        equal = (-(-tokens // count // TILE_QUANTUM) * TILE_QUANTUM for count in range(fewest, 2 * fewest + 1))
+        return _cheapest(tokens, sorted({min(size, largest) for size in equal}), cost)
 
     @functools.cache  # noqa: B019  (a model is one of a few constants)
     def best_width(self, vocab: int, tokens: int, hidden: int, widest: int) -> int:
@@ -97,8 +102,9 @@ class WaveModel:
         return _cheapest(vocab, candidates, lambda width: self.cost(width, tokens, hidden))
 
 
-def _cheapest(total: int, sizes: range, cost: Callable[[int], float]) -> int:
-    """The size whose slices of [0, total) cost least together, the last one shorter; the largest of equals."""
+def _cheapest(total: int, sizes: Sequence[int], cost: Callable[[int], float]) -> int:
+    """Of ascending sizes, the one whose slices of [0, total) cost least together, the last one shorter; the largest of
+    equals."""
 
     def of_all(size):
         full, rest = divmod(total, size)
