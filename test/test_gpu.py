@@ -294,6 +294,15 @@ def test_first_calls_from_several_threads():
         list(pool.map(step, range(8)))
 
 
+def test_a_gradient_of_more_than_2_31_elements_is_scaled():
+    from liger_cutedsl.gemm import scale_in_place
+
+    data = torch.ones(2**31 + 5, dtype=torch.bfloat16, device="cuda")
+    for factor, expected in ((1.0, 1.0), (0.5, 0.5)):
+        scale_in_place(data, torch.tensor(factor, device="cuda"))
+        assert data.min().item() == data.max().item() == expected
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_memory_does_not_grow(reduction):
     case = Case(300, 64, 5000, dtype=torch.bfloat16, device="cuda")

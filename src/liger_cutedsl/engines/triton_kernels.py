@@ -64,17 +64,23 @@ def summarize_targets(target: torch.Tensor, ignore_index: int, summary: torch.Te
 def _scale_in_place(data, factor, n, BLOCK: tl.constexpr):
     scale = tl.load(factor)
     if scale != 1.0:
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(data + at, mask=at < n)
         wide: tl.constexpr = tl.float64 if data.dtype.element_ty == tl.float64 else tl.float32
-        tl.store(data + at, (value.to(wide) * scale.to(wide)).to(data.dtype.element_ty), mask=at < n)
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):
+            at = start + tl.arange(0, BLOCK).to(tl.int64)
+            value = tl.load(data + at, mask=at < n)
+            tl.store(data + at, (value.to(wide) * scale.to(wide)).to(data.dtype.element_ty), mask=at < n)
+
+
+# Enough to fill a GPU. One for each block would be 64 000 for a large dW: 30 µs, only to find that the factor is 1.
+MOST_PROGRAMS = 1024
 
 
 def scale_in_place(data: torch.Tensor, factor: torch.Tensor) -> None:
     """data *= factor, a scalar on the device, read there. Where it is 1, data is not touched. data is contiguous."""
     with torch.cuda.device(data.device):
         block = 8192
-        _scale_in_place[(triton.cdiv(data.numel(), block),)](data, factor, data.numel(), BLOCK=block, num_warps=8)
+        programs = min(triton.cdiv(data.numel(), block), MOST_PROGRAMS)
+        _scale_in_place[(programs,)](data, factor, data.numel(), BLOCK=block, num_warps=8)
 
 
 @triton.jit
