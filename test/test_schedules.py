@@ -74,6 +74,22 @@ def test_forced_single_pass_that_cannot_run_is_an_error():
     assert liger_cutedsl.explain(X, W, reduction="none").schedule == "recompute"
 
 
+def test_a_wide_accumulator_rounds_the_weight_gradient_once(place):
+    """Of eight chunks: as accurate as one, where summing them in 16 bits is not."""
+    if place.schedule != "auto":
+        pytest.skip("recompute has no chunks")
+    x, weight, target, *_ = Case(4096, 32, 300, dtype=torch.bfloat16, device=place.device, ignored=0.0).tensors()
+    _, (_, expected, _) = reference(x, weight, target, None, None, LossOptions())
+
+    def error(**call):
+        loss = fused_linear_cross_entropy(x, weight, target, engine=place.engine, schedule="single_pass", **call)
+        return float((torch.autograd.grad(loss, weight)[0].double() - expected).norm() / expected.norm())
+
+    once = error()
+    assert error(workspace_mb=0.01, accum_dtype=torch.float32) < 1.1 * once
+    assert error(workspace_mb=0.01) > 1.3 * once
+
+
 def test_a_small_softcap_needs_more_than_16_bit_exponentials():
     for softcap, refused in ((7.9, True), (8.0, False), (None, False)):
         problem = Problem(X.detach().bfloat16(), W.detach().bfloat16(), torch.zeros(2000, dtype=torch.long))
