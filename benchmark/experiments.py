@@ -22,6 +22,7 @@ from benchmark.implementations import IMPLEMENTATIONS, Implementation
 from benchmark.measure import Shape, gradient_errors, measure
 from benchmark.sweeps import REFERENCE
 from liger_cutedsl.engines import make_engine
+from liger_cutedsl.engines.cute_kernels import GemmTile
 from liger_cutedsl.gemm import matmul
 from liger_cutedsl.objective import RowCoefficients, RowStatistics, row_coefficients, row_weights
 from liger_cutedsl.problem import Problem, WantedGradients
@@ -136,13 +137,11 @@ def with_parallel_gradients() -> Implementation:
     return Implementation("parallel gradients", "dX beside dW", make)
 
 
-def with_reduce_add(tile: str, size: int) -> Implementation:
-    """dW accumulated by quack's GEMM with that tile, written as LIGER_CUTEDSL_TILES writes them."""
+def with_reduce_add(tile: GemmTile, size: int) -> Implementation:
+    """dW accumulated by quack's GEMM."""
 
     def make():
         from quack.epilogue.library import identity_epi
-
-        shape = _tile_arguments(tile)
 
         def run(x, weight, target):
             problem, engine = _problem(x, weight, target), make_engine("cute")
@@ -151,14 +150,14 @@ def with_reduce_add(tile: str, size: int) -> Implementation:
                 chunk.scale(engine)
                 chunk.dx(x.grad)
                 x_rows = chunk.problem.x.t()
-                identity_epi.gemm(chunk.e.t(), x_rows, weight.grad, epi_args={}, add_to_output=True, **shape)
+                identity_epi.gemm(chunk.e.t(), x_rows, weight.grad, epi_args={}, add_to_output=True, **tile.arguments())
 
         return run
 
     return Implementation(f"dW reduce-add, {tile}", "dW through quack", make)
 
 
-def with_transformed_dx(tile: str, size: int) -> Implementation:
+def with_transformed_dx(tile: GemmTile, size: int) -> Implementation:
     """dX from exponentials that its GEMM scales as it loads them: by a 16-bit number for each row and 64 columns."""
 
     def make():
@@ -170,7 +169,7 @@ def with_transformed_dx(tile: str, size: int) -> Implementation:
         def scaled(e, scale):
             return e * scale
 
-        shape, tile_k = _tile_arguments(tile), 64
+        tile_k = 64
 
         def operand(chunk, engine):
             """The exponentials, with an element for the target whose product with its scale is exact, and scales."""
@@ -180,12 +179,12 @@ def with_transformed_dx(tile: str, size: int) -> Implementation:
             chunk.e.scatter_(1, columns, (chunk.coefficients.fix[:, None] / of_target).to(chunk.e.dtype))
             strips = scale.repeat_interleave(engine.exp_tile(chunk.problem) // tile_k, dim=1)
             strips = strips[:, : -(-chunk.problem.vocab // tile_k)].t().contiguous()
-            return transform_a_operand(scaled, chunk.e, {"scale": strips}, shape["tile_M"], tile_k)
+            return transform_a_operand(scaled, chunk.e, {"scale": strips}, tile.tile_m, tile_k)
 
         def run(x, weight, target):
             problem, engine = _problem(x, weight, target), make_engine("cute")
             x.grad, weight.grad = torch.empty_like(problem.x), torch.empty_like(problem.weight)
-            how = dict(epi_args={}, transform_a=scaled, tile_K=tile_k, **shape)
+            how = dict(epi_args={}, transform_a=scaled, tile_K=tile_k, **tile.arguments())
             for chunk in _chunks(engine, problem, size):
                 identity_epi.gemm(operand(chunk, engine), problem.weight.t(), x.grad[chunk.rows], **how)
                 chunk.scale(engine)
@@ -196,22 +195,16 @@ def with_transformed_dx(tile: str, size: int) -> Implementation:
     return Implementation(f"dX of exponentials, {tile}", "the scaling pass within dX", make)
 
 
-def _tile_arguments(tile: str) -> dict:
-    """quack's names for a tile written as MxN/CLUSTERMxCLUSTERN[/pingpong]."""
-    size, cluster, *pingpong = tile.split("/")
-    (m, n), (cluster_m, cluster_n) = (map(int, pair.split("x")) for pair in (size, cluster))
-    return dict(tile_M=m, tile_N=n, cluster_M=cluster_m, cluster_N=cluster_n, pingpong=bool(pingpong))
-
-
 def experiments() -> list[Implementation]:
+    wide, narrow = GemmTile(128, 256), GemmTile(128, 192)
     return [
         IMPLEMENTATIONS["floor"],
         IMPLEMENTATIONS["single_pass"],
         *(with_chunks(chunk) for chunk in CHUNKS),
         *(with_two_streams(chunk) for chunk in (1024, 2048)),
         with_parallel_gradients(),
-        *(with_reduce_add(tile, 2048) for tile in ("128x192/2x1/pingpong", "128x256/2x1")),
-        *(with_transformed_dx(tile, 2048) for tile in ("128x256/2x1", "128x192/2x1")),
+        *(with_reduce_add(tile, 2048) for tile in (replace(narrow, pingpong=True), wide)),
+        *(with_transformed_dx(tile, 2048) for tile in (wide, narrow)),
     ]
 
 

@@ -15,6 +15,7 @@ from benchmark import report
 from benchmark.measure import Shape
 from benchmark.sweeps import REFERENCE
 from liger_cutedsl.routing import DEFAULT_WORKSPACE_MB
+from liger_cutedsl.schedules.tiling import DW_PASS_TOKENS
 
 MIB = 2**20
 
@@ -54,7 +55,7 @@ def predict(schedule: str, shape: Shape, gpu: Gpu) -> tuple[float, float]:
     if schedule == "single_pass":
         chunk = min(n, 4096, BUDGET // row // 128 * 128)
         moved += 4 * n * v  # exponentials, read and written once by the scaling pass
-        more_rows = 100 * -(-n // chunk)  # dW is read and written once a chunk: as much as 100 rows of its product
+        more_rows = DW_PASS_TOKENS * -(-n // chunk)
         workspace = row * chunk
     elif schedule == "recompute":
         kept = v if n * row <= BUDGET else v * h / (n + h)

@@ -44,7 +44,8 @@ _CALL = (
     "str engine, str schedule, float? workspace_mb, int chunk_mem_const, ScalarType? autocast, "
     "bool needs_x, bool needs_weight, bool needs_bias"
 )
-_OPTIONS = len(fields(LossOptions))
+_DEFAULTS = {field.name: field.default for field in fields(LossOptions)}
+_OPTIONS = len(_DEFAULTS)
 
 
 class _Call(NamedTuple):
@@ -83,34 +84,19 @@ def run_compiled(
     schedule=None,
     workspace_mb=None,
     chunk_mem_const=1,
-    ignore_index=-100,
-    lse_square_scale=0.0,
-    label_smoothing=0.0,
-    reduction="mean",
-    softcap=None,
-    use_token_scaling=False,
-    accum_dtype=None,
-    return_z_loss=False,
-    return_token_accuracy=False,
-    return_predicted_tokens=False,
+    **options,
 ) -> LossOutput:
     """running.run for tensors (N, H), (V, H), (N,), written so that torch.compile can trace it."""
+    options = {**_DEFAULTS, **options}
+    if len(options) > _OPTIONS:
+        raise TypeError(f"{list(options)[_OPTIONS]} is not an option: the options are {', '.join(_DEFAULTS)}")
     loss, z_loss, accuracy, predicted, *_ = torch.ops.liger_cutedsl.flce(
         x,
         weight,
         target,
         bias,
         ce_weight,
-        ignore_index,
-        lse_square_scale,
-        label_smoothing,
-        reduction,
-        softcap,
-        use_token_scaling,
-        accum_dtype,
-        return_z_loss,
-        return_token_accuracy,
-        return_predicted_tokens,
+        *options.values(),
         (os.environ.get("LIGER_CUTEDSL_ENGINE") or "auto") if engine is None else engine,
         (os.environ.get("LIGER_CUTEDSL_SCHEDULE") or "auto") if schedule is None else schedule,
         workspace_mb,
@@ -120,9 +106,9 @@ def run_compiled(
     )
     return LossOutput(
         loss,
-        z_loss.detach() if return_z_loss else None,
-        accuracy.detach() if return_token_accuracy else None,
-        predicted.detach() if return_predicted_tokens else None,
+        z_loss.detach() if options["return_z_loss"] else None,
+        accuracy.detach() if options["return_token_accuracy"] else None,
+        predicted.detach() if options["return_predicted_tokens"] else None,
     )
 
 
@@ -131,10 +117,9 @@ def _gradients_in_forward(call: _Call) -> bool:
 
     Not for fp16 with what makes gradients of unknown size: their scale is chosen with the upstream gradient.
     """
-    problem, options = call.problem, call.problem.options
-    unknown_size = problem.ce_weight is not None or options.lse_square_scale
-    fits = problem.gemm_dtype != torch.float16 or not unknown_size
-    return options.reduction != "none" and call.settings.schedule != "recompute" and fits
+    problem = call.problem
+    fits = problem.gemm_dtype != torch.float16 or single_pass.fp16_scale_fits(problem)
+    return problem.options.reduction != "none" and call.settings.schedule != "recompute" and fits
 
 
 def _upstream(problem: Problem) -> float:

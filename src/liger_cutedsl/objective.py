@@ -135,7 +135,7 @@ def row_weights(problem: Problem) -> RowWeights:
     inverse_d = inverse_dz = total = 1.0
     if problem.dense:
         ignored, target_weight = None, 1.0
-        inverse_d = inverse_dz = 1.0 / max(problem.tokens, 1) if mean else 1.0
+        inverse_d = inverse_dz = 1.0 / divisor(problem)
     else:
         ignored = problem.target == problem.options.ignore_index
         target_weight = (~ignored).to(dtype)
@@ -151,6 +151,11 @@ def row_weights(problem: Problem) -> RowWeights:
     return RowWeights(ignored, target_weight, total, inverse_d, inverse_dz, problem.vocab)
 
 
+def divisor(problem: Problem) -> int:
+    """What a loss is divided by where every row counts alike: N for a mean, else 1."""
+    return max(problem.tokens, 1) if problem.options.reduction == "mean" else 1
+
+
 def dz_unit(problem: Problem, dz_dtype: torch.dtype) -> float:
     """u: 16-bit dz is stored times u, and what is computed from it divided by u.
 
@@ -161,8 +166,7 @@ def dz_unit(problem: Problem, dz_dtype: torch.dtype) -> float:
     """
     if dz_dtype.itemsize > 2:
         return 1.0
-    rows = max(problem.tokens, 1) if problem.options.reduction == "mean" else 1
-    return rows / max(1.0 - problem.options.label_smoothing, 0.5)
+    return divisor(problem) / max(1.0 - problem.options.label_smoothing, 0.5)
 
 
 def token_scale(stats: RowStatistics, options: LossOptions) -> torch.Tensor | float:

@@ -130,7 +130,7 @@ def single_pass_obstacle(problem: Problem, e_dtype: torch.dtype) -> str | None:
             return "a float16 mean needs a scale from the number of valid rows, which only the device knows"
         # Its scale is chosen before the coefficients are known, from N alone; and where exponentials underflow,
         # as fp16's do, the cap's slope is lost with them.
-        if problem.ce_weight is not None or options.lse_square_scale:
+        if not single_pass.fp16_scale_fits(problem):
             return "float16 with class weights or a z-loss needs a scale known only in backward"
         if options.softcap is not None and options.smoothing:
             return "float16 exponentials lose the softcap's slope under label smoothing"

@@ -33,37 +33,19 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         if not isinstance(state, KeptGradients):
             inputs = (x, weight, call.target, bias, problem.ce_weight)
         ctx.save_for_backward(*inputs, rows.keep, rows.drop)
-        ctx.call = (problem.options, problem.dense, call.route, call.wanted, call.settings)
-        ctx.state = state
+        ctx.call = call._replace(problem=None, rows=None, target=None, confirm=None)  # what holds no tensors
+        ctx.options, ctx.dense, ctx.state = problem.options, problem.dense, state
         ctx.mark_non_differentiable(*(metric for metric in output[1:] if metric is not None))
         return tuple(output)
 
     @staticmethod
     def backward(ctx, grad_output, *_metrics):
-        options, dense, route, wanted, settings = ctx.call
         *inputs, keep, drop = ctx.saved_tensors
         rows = Rows(keep, drop)
         with torch.no_grad():
-            problem = None if inputs[0] is None else rows.compact(Problem(*inputs, options, dense))
-            found = _gradients(problem, route, wanted, settings, ctx.state, rows.select(grad_output))
-            found = rows.spread_gradients(found)
+            problem = None if inputs[0] is None else rows.compact(Problem(*inputs, ctx.options, ctx.dense))
+            found = gradients_of(ctx.call._replace(problem=problem, rows=rows), ctx.state, grad_output)
         return (*without_second_derivative(found.x, found.weight, found.bias), None)
-
-
-def _gradients(
-    problem: Problem | None, route: Route, wanted: WantedGradients, settings: Settings, state, upstream: torch.Tensor
-) -> Gradients:
-    """The gradients for an upstream gradient: kept ones scaled, others computed from the problem.
-
-    Where a kernel fails only now, from the start on what runs without it: the loss that was handed out stands.
-    """
-    if isinstance(state, KeptGradients):
-        return state.for_upstream(upstream)
-    try:
-        return _schedule(route).backward(make_engine(route.engine), problem, route, wanted, state, upstream)
-    except KernelFailure as failure:
-        give_up_on_cute(failure, settings)
-        return run_with_gradients(problem.for_kernels(route.dtype), settings, wanted, upstream)[1]
 
 
 def without_second_derivative(*gradients: torch.Tensor | None) -> list[torch.Tensor | None]:
@@ -146,8 +128,18 @@ def forward_of(call: _Call):
 
 
 def gradients_of(call: _Call, state, upstream: torch.Tensor) -> Gradients:
-    """The gradients of a prepared call for an upstream gradient () or (N,)."""
-    found = _gradients(call.problem, call.route, call.wanted, call.settings, state, call.rows.select(upstream))
+    """The gradients of a prepared call for an upstream gradient () or (N,): kept ones scaled, others computed.
+
+    Where a kernel fails only now, from the start on what runs without it: the loss that was handed out stands.
+    """
+    problem, route, upstream = call.problem, call.route, call.rows.select(upstream)
+    if isinstance(state, KeptGradients):
+        return call.rows.spread_gradients(state.for_upstream(upstream))
+    try:
+        found = _schedule(route).backward(make_engine(route.engine), problem, route, call.wanted, state, upstream)
+    except KernelFailure as failure:
+        give_up_on_cute(failure, call.settings)
+        found = run_with_gradients(problem.for_kernels(route.dtype), call.settings, call.wanted, upstream)[1]
     return call.rows.spread_gradients(found)
 
 

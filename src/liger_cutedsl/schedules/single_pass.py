@@ -20,6 +20,7 @@ from liger_cutedsl.gemm import matmul
 from liger_cutedsl.objective import (
     LossOutput,
     combined,
+    divisor,
     dz_unit,
     loss_terms,
     row_coefficients,
@@ -109,5 +110,9 @@ class _GradientSink:
 
 def fp16_scale(problem: Problem) -> float:
     """The scale of the kept gradients, a power of two: of the sum over rows, whatever the loss is."""
-    rows = max(problem.tokens, 1) if problem.options.reduction == "mean" else 1
-    return 2.0 ** math.floor(math.log2(rows)) * FP16_GRADIENTS
+    return 2.0 ** math.floor(math.log2(divisor(problem))) * FP16_GRADIENTS
+
+
+def fp16_scale_fits(problem: Problem) -> bool:
+    """Whether it does, chosen from N alone: class weights and a z-loss make gradients of any size."""
+    return problem.ce_weight is None and not problem.options.lse_square_scale

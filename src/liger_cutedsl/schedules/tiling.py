@@ -19,6 +19,9 @@ SPARE_COLUMNS = ROW_MULTIPLE
 # Multiply-adds in the time a byte takes to be read or written: 350 T/s over 4.3 TB/s.
 PER_BYTE = 81
 
+# single_pass reads and writes dW once a chunk, under a long product: that costs about as much as this many tokens.
+DW_PASS_TOKENS = 130
+
 
 class Tile(NamedTuple):
     """Columns [start, stop) of the vocabulary."""
@@ -88,7 +91,7 @@ class WaveModel:
             dx = self._waves(rows, hidden, self.weight_tile_m, self.weight_tile_n) * vocab
             if dx > 1.3 * rows * matrix:  # cuBLAS would rather split the sum over the vocabulary
                 dx = 1.1 * rows * matrix
-            dw = (rows + 130) * matrix  # under a long product, that costs about as much as 130 rows
+            dw = (rows + DW_PASS_TOKENS) * matrix
             return max(e, 2 * PER_BYTE * matrix) + max(dx, 2 * PER_BYTE * matrix) + max(dw, 4 * PER_BYTE * matrix)
 
         fewest = -(-tokens // largest)
