@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import liger_cutedsl
+
 sys.path.insert(0, str(Path(__file__).parent))  # reference.py, for the tests
+
+# quack identifies the functions of an installed package otherwise than those of src/: what users run is what is tested.
+if not {"site-packages", "dist-packages"} & set(Path(liger_cutedsl.__file__).parts):
+    raise pytest.UsageError(f"tests run against the installed package, and liger_cutedsl is {liger_cutedsl.__file__}")
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,19 @@ Blackwell each element of a tile belongs to exactly one register, at the column 
 
 import itertools
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import liger_cutedsl
 from liger_cutedsl import compile_kernels
 from liger_cutedsl.__main__ import main
 from liger_cutedsl.compile_kernels import Compiled, check
+from liger_cutedsl.epilogues import Epilogue
 
 pytest.importorskip("quack", reason="quack is not installed")
 pytestmark = pytest.mark.slow
@@ -108,3 +112,63 @@ def test_every_element_of_a_blackwell_tile_has_one_owner(arch, kernel):
     assert set(held) == set(itertools.product(range(rows), range(columns)))
     for elements, computed in zip(layout["held"], layout["columns"], strict=True):
         assert [column for _, column in elements] == computed
+
+
+def cached_kernels(folder, arch, *dtypes, path="") -> dict:
+    """What kernel_identity_probe.py finds in a cache folder after one process: {(dtype, with headroom): file}."""
+    probe = Path(__file__).parent / "kernel_identity_probe.py"
+    environment = {**os.environ, "QUACK_CACHE_DIR": str(folder), "PYTHONPATH": str(path)}
+    command = [sys.executable, "-W", "ignore", probe, arch, *dtypes]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [line.split() for line in done.stdout.splitlines()]
+    return {(dtype, headroom == "True"): file for dtype, headroom, file in rows}
+
+
+BOTH = {("bf16", False), ("fp16", True)}  # (dtype, whether its exponentials carry float16's headroom)
+
+
+@pytest.fixture(scope="module")
+def bf16_then_fp16(tmp_path_factory):
+    return cached_kernels(tmp_path_factory.mktemp("order"), "sm_90a", "bf16", "fp16")
+
+
+def test_each_dtype_has_a_kernel_with_its_own_constants(bf16_then_fp16, tmp_path):
+    """The headroom is a value in the epilogue's closure alone: the first dtype's kernel must not serve the second."""
+    assert set(bf16_then_fp16) == BOTH
+    assert cached_kernels(tmp_path, "sm_90a", "fp16", "bf16") == bf16_then_fp16
+
+
+def test_compile_and_later_processes_share_kernels_but_not_those_of_another_dtype(tmp_path, monkeypatch):
+    monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path / "compiled"))
+    variants = [compile_kernels.Variant("exp", Epilogue(), dtype) for dtype in ("bf16", "fp16")]
+    compiled = compile_kernels.compile_architecture("sm_100a", variants, jobs=1)
+    assert not any(kernel.error for kernel in compiled)
+    found = cached_kernels(tmp_path / "compiled", "sm_100a")
+    assert set(found) == BOTH
+    assert set(cached_kernels(tmp_path / "kernels", "sm_100a", "fp16")) == {("fp16", True)}
+    assert cached_kernels(tmp_path / "kernels", "sm_100a", "bf16") == found
+
+
+def test_a_kernel_of_other_sources_is_not_found_again(bf16_then_fp16, tmp_path):
+    # an upgrade, installed where quack knows functions by their names alone
+    upgraded = tmp_path / "site-packages"
+    shutil.copytree(Path(liger_cutedsl.__file__).parent, upgraded / "liger_cutedsl")
+    formulas = upgraded / "liger_cutedsl" / "epilogues.py"
+    formulas.write_text(formulas.read_text() + "\n# another formula\n")
+    old = bf16_then_fp16["bf16", False]
+    new = cached_kernels(tmp_path / "kernels", "sm_90a", "bf16", path=upgraded)["bf16", False]
+    assert old.split("/")[0] != new.split("/")[0]  # the folder: a hash of all sources
+    assert old.split("/")[1] != new.split("/")[1]  # the file: a hash of the epilogue
+
+
+def test_an_epilogue_cannot_close_over_what_its_identity_does_not_show():
+    from liger_cutedsl.epilogues import _with_operands
+
+    def epilogue_over(value):
+        return _with_operands(lambda acc: {"D": acc * value}, ())
+
+    assert epilogue_over(1.0).__qualname__ != epilogue_over(2.0).__qualname__
+    assert epilogue_over(1.0).__qualname__ == epilogue_over(1.0).__qualname__
+    with pytest.raises(TypeError, match="may close over"):
+        epilogue_over(object())

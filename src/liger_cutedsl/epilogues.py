@@ -22,8 +22,10 @@ Operands: rows over the vocabulary ``bias``, ``ce_weight``; columns over tokens 
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, is_dataclass
+from pathlib import Path
 
 LOG2_E = 1.4426950408889634
 LOWEST_MAXIMUM = -1e30  # stands for the maximum of a tile whose logits are all −inf: −inf − (−inf) is NaN
@@ -172,10 +174,35 @@ def dz_of_exp(part: Epilogue, headroom: int, e, operands):
 
 
 def _with_operands(function, names):
-    """Give the function the signature (acc, *names) by which quack, and a reader, learn its operands."""
+    """Give the function the signature (acc, *names) by which quack, and a reader, learn its operands; and its name the
+    identity by which quack tells compiled kernels apart."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     function.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in ("acc", *names)])
+    identity = _identity(function)
+    function.__name__, function.__qualname__ = (f"{n}_{identity}" for n in (function.__name__, function.__qualname__))
     return function
+
+
+_SOURCE = hashlib.sha256(Path(__file__).read_bytes()).digest()
+
+
+def _identity(function) -> str:
+    """A hash of everything that decides what an epilogue computes: this file, and the values it closes over.
+
+    quack reads a function's code and closure only where it lies outside of site-packages; of an installed one it knows
+    the name. Two functions of one name would share a compiled kernel, in memory and on disk.
+    """
+    closed_over = {name: _plain(name, value) for name, value in inspect.getclosurevars(function).nonlocals.items()}
+    return hashlib.sha256(_SOURCE + repr(sorted(closed_over.items())).encode()).hexdigest()[:16]
+
+
+def _plain(name: str, value):
+    """The value, where its repr says all there is to it. Raises TypeError else: it could not be told from another."""
+    if is_dataclass(value):
+        return type(value).__qualname__, tuple(_plain(name, field) for field in astuple(value))
+    if value is not None and type(value) not in (bool, int, float, str):
+        raise TypeError(f"an epilogue may close over numbers, names and dataclasses of them, and {name} is {value!r}")
+    return value
 
 
 # One name for each function on the three kinds of value: torch tensors, Float32 scalars, packed f32x2 pairs.

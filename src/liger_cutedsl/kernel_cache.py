@@ -24,6 +24,10 @@ def use_private_cache() -> None:
 
     if not quack_cache.CACHE_ENABLED:
         return
+    # A kernel is found again only by the very sources that compiled it: quack hashes its own, and these too.
+    package = Path(__file__).parent
+    if package not in quack_cache.EXTRA_SOURCE_DIRS:
+        quack_cache.EXTRA_SOURCE_DIRS.append(package)
     folder = chosen_folder(quack_cache.CACHE_DIR)
     obstacle = obstacle_of(folder)
     if obstacle is None:
