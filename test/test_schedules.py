@@ -22,7 +22,8 @@ def test_chunks_of_tokens(place, tokens):
     """Several chunks, the last one short: a budget below one chunk's needs leaves the smallest chunk, 512."""
     if place.schedule == "recompute":
         pytest.skip("recompute has no chunks")
-    for options in ({}, dict(label_smoothing=0.1, softcap=8.0, use_token_scaling=True)):
+    with_options = (dict(label_smoothing=0.1, use_token_scaling=True), dict(softcap=8.0, use_token_scaling=True))
+    for options in ({}, *with_options):
         case = Case(tokens=tokens, vocab=500, dtype=place.dtypes[0], device=place.device, bias=True, options=options)
         case.ignored = 0.0
         check_case(case, engine=place.engine, schedule="single_pass", workspace_mb=0.01)
@@ -90,12 +91,37 @@ def test_a_wide_accumulator_rounds_the_weight_gradient_once(place):
     assert error(workspace_mb=0.01) > 1.3 * once
 
 
-def test_a_small_softcap_needs_more_than_16_bit_exponentials():
-    for softcap, refused in ((7.9, True), (8.0, False), (None, False)):
-        problem = Problem(X.detach().bfloat16(), W.detach().bfloat16(), torch.zeros(2000, dtype=torch.long))
-        problem = replace(problem, options=LossOptions(softcap=softcap))
-        assert (single_pass_obstacle(problem, torch.bfloat16) is not None) == refused
-        assert single_pass_obstacle(problem, torch.float32) is None
+def test_dw_is_summed_in_float32_where_it_would_be_rounded_often(place):
+    """Of ten chunks, where the wide sum fits beside a chunk; the caller's accum_dtype is not needed for that."""
+    if place.schedule != "auto":
+        pytest.skip("recompute has no chunks")
+    x, weight, target, *_ = Case(5120, 32, 300, dtype=torch.bfloat16, device=place.device, ignored=0.0).tensors()
+    _, (_, expected, _) = reference(x, weight, target, None, None, LossOptions())
+    call = dict(engine=place.engine, schedule="single_pass")
+    smallest = liger_cutedsl.explain(x, weight, target, workspace_mb=0.01, **call)
+    assert smallest.chunk == 512 and smallest.dw_sum == torch.bfloat16
+
+    def error(**call):
+        loss = fused_linear_cross_entropy(x, weight, target, **call)
+        return float((torch.autograd.grad(loss, weight)[0].double() - expected).norm() / expected.norm())
+
+    once, wide = error(**call), (smallest.workspace_bytes + 300 * 32 * 4) / 2**20
+    route = liger_cutedsl.explain(x, weight, target, workspace_mb=wide, **call)
+    assert route.chunk == 512 and route.dw_sum == torch.float32
+    assert route.workspace_bytes == wide * 2**20
+    assert error(workspace_mb=wide, **call) < 1.1 * once
+    assert error(workspace_mb=wide - 1 / 2**20, **call) > 1.3 * once
+
+
+def test_a_softcap_with_label_smoothing_stores_no_exponentials():
+    both = dict(softcap=8.0, label_smoothing=0.1)
+    for options, stored in ((dict(softcap=1.0), True), (dict(label_smoothing=0.1), True), (both, False)):
+        problem = Problem(X.detach(), W.detach(), torch.zeros(2000, dtype=torch.long))
+        problem = replace(problem, options=LossOptions(**options))
+        assert (single_pass_obstacle(problem, torch.bfloat16) is None) == stored
+        assert (liger_cutedsl.explain(X, W, schedule="recompute", **options).kept > 0) == stored
+    with pytest.raises(RuntimeError, match=r"'single_pass' was asked for but cannot run this call.*label smoothing"):
+        fused_linear_cross_entropy(X, W, torch.zeros(2000, dtype=torch.long), schedule="single_pass", **both)
 
 
 def test_targets_outside_a_part_of_the_vocabulary_are_no_column_of_it():
@@ -163,12 +189,13 @@ def test_recompute_keeps_all_exponentials_that_fit_the_budget():
     assert frozen.kept == 0, "no dW, no memory to lend"
 
 
+@pytest.mark.parametrize("options", [dict(softcap=8.0), dict(label_smoothing=0.1)], ids=["softcap", "smoothing"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_recompute_without_its_exponentials(place, reduction):
+def test_recompute_without_its_exponentials(place, reduction, options):
     """They serve one backward. Those that keep the graph, and any that comes after, recompute everything."""
     if place.schedule != "recompute":
         pytest.skip("about recompute")
-    options = dict(reduction=reduction, softcap=8.0, label_smoothing=0.1)
+    options = dict(reduction=reduction, **options)
     case = Case(tokens=100, hidden=64, vocab=1000, dtype=place.dtypes[0], device=place.device, options=options)
     x, weight, target, *_ = case.tensors()
     loss = fused_linear_cross_entropy(x, weight, target, **place.call, **options)

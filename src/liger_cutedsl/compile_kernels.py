@@ -79,18 +79,20 @@ def all_variants() -> list[Variant]:
         part = Epilogue(bias, softcap, ce_weight=bool(weighted), smoothing=weighted is not None)
         variants.append(Variant("backward", part, dtype))
         for argmax, ragged in itertools.product((False, True), (False, True)):
-            for kernel in ("forward", "exp"):
-                variants.append(Variant(kernel, replace(part, argmax=argmax), dtype, ragged))
+            variants.append(Variant("forward", replace(part, argmax=argmax), dtype, ragged))
+            if not (part.softcap and part.smoothing):  # such a call stores no exponentials
+                variants.append(Variant("exp", replace(part, argmax=argmax), dtype, ragged))
     return variants
 
 
 def typical_variants() -> list[Variant]:
     """A representative few: no option, what common models use, everything at once."""
     everything = Epilogue(bias=True, softcap=True, ce_weight=True, smoothing=True)
+    all_but_softcap = replace(everything, softcap=False, argmax=True)
     parts = (Epilogue(), Epilogue(softcap=True), everything)
     variants = [Variant("backward", part) for part in parts]
     variants += [Variant("forward", parts[0]), Variant("forward", parts[0], ragged=True)]
-    variants += [Variant("exp", parts[0]), Variant("exp", replace(everything, argmax=True), ragged=True)]
+    variants += [Variant("exp", parts[0]), Variant("exp", all_but_softcap, ragged=True)]
     variants += [Variant("exp", parts[1], "fp16")]
     variants += [Variant("forward", replace(everything, argmax=True), dtype, ragged=True) for dtype in DTYPES]
     variants += [Variant("forward", replace(everything, argmax=True))]

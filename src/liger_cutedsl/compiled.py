@@ -34,7 +34,7 @@ from liger_cutedsl.problem import (
 from liger_cutedsl.routing import Settings, give_up_on_cute
 from liger_cutedsl.rows import TargetCheck
 from liger_cutedsl.running import forward_of, gradients_of, prepare, run_with_gradients
-from liger_cutedsl.schedules import recompute, single_pass
+from liger_cutedsl.schedules import recompute
 
 _TENSORS = "Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight"
 _CALL = (
@@ -113,35 +113,22 @@ def run_compiled(
 
 
 def _gradients_in_forward(call: _Call) -> bool:
-    """Whether the gradients for an upstream gradient of 1 are all that backward needs, at the same accuracy.
-
-    Not for fp16 with what makes gradients of unknown size: their scale is chosen with the upstream gradient.
-    """
-    problem = call.problem
-    fits = problem.gemm_dtype != torch.float16 or single_pass.fp16_scale_fits(problem)
-    return problem.options.reduction != "none" and call.settings.schedule != "recompute" and fits
-
-
-def _upstream(problem: Problem) -> float:
-    """The upstream gradient of what forward keeps: 1, or what keeps fp16 gradients of a mean from vanishing."""
-    return single_pass.fp16_scale(problem) if problem.gemm_dtype == torch.float16 else 1.0
+    """Whether the gradients for an upstream gradient of 1 are all that backward needs, at the same accuracy."""
+    return call.problem.options.reduction != "none" and call.settings.schedule != "recompute"
 
 
 def _flce(*arguments):
-    """(loss, z_loss, token_accuracy, predicted_tokens, dx, dW, db, 1/upstream, lse, target_logit), empty if unused."""
+    """(loss, z_loss, token_accuracy, predicted_tokens, dx, dW, db, lse, target_logit), empty if unused."""
     call = _Call.of(arguments[:5], arguments[5:])
-    problem, upstream, kept, stats = call.problem, 1.0, (None, None, None), (None, None)
+    problem, kept, stats = call.problem, (None, None, None), (None, None)
     with call.context():
         check_tensors(problem)
         if _gradients_in_forward(call) or not call.wanted:
-            upstream = _upstream(problem)
-            scale = torch.full((), upstream, device=problem.device)
-            output, found = run_with_gradients(problem, call.settings, call.wanted, scale)
+            output, found = run_with_gradients(problem, call.settings, call.wanted.kept(), None)
             kept = (found.x, found.weight, found.bias)
         else:
             output, stats = _forward_only(call)
-    inverse = torch.full((), 1.0 / upstream, dtype=problem.compute_dtype, device=problem.device)
-    return _filled(problem, *output, *kept, inverse, *stats)
+    return _filled(problem, *output, *kept, *stats)
 
 
 def _filled(problem: Problem, *results: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
@@ -184,9 +171,10 @@ def _flce_fake(*arguments):
     def empty(shape, dtype, there=True):
         return x.new_empty(shape if there else (0,), dtype=dtype if there else x.dtype)
 
+    kept = call.wanted.kept()
     gradients = (
-        empty(v.shape, v.dtype) if v is not None and need and in_forward else x.new_empty(0)
-        for v, need in zip((x, problem.weight, problem.bias), needs, strict=True)
+        empty(v.shape, dtype) if dtype is not None and in_forward else x.new_empty(0)
+        for v, dtype in zip((x, problem.weight, problem.bias), (kept.x, kept.weight, kept.bias), strict=True)
     )
     later = any(needs) and not in_forward
     return (
@@ -195,7 +183,6 @@ def _flce_fake(*arguments):
         empty(per_row, torch.float32, options.return_token_accuracy),
         empty(target.shape, torch.int64, options.return_predicted_tokens),
         *gradients,
-        empty((), dtype),
         empty(target.shape, dtype, later),
         empty(target.shape, dtype, later),
     )
@@ -227,18 +214,17 @@ def _setup_context(ctx, inputs, output):
     call = _Call.of(inputs[:5], inputs[5:])
     with call.context():
         ctx.in_forward = _gradients_in_forward(call)
-    ctx.needs, ctx.call = call.needs, inputs[5:]
+    ctx.wanted, ctx.needs, ctx.call = call.wanted, call.needs, inputs[5:]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*(output[4:8] if ctx.in_forward else (*output[8:], *inputs[:5])))
+    ctx.save_for_backward(*(output[4:7] if ctx.in_forward else (*output[7:], *inputs[:5])))
 
 
 def _backward(ctx, grad, *_metrics):
     found = Gradients()
     if grad is not None:
         if ctx.in_forward:
-            *kept, inverse = ctx.saved_tensors
-            factor = grad * inverse
-            computed = [k * factor if need else None for k, need in zip(kept, ctx.needs, strict=True)]
+            dtypes = (ctx.wanted.x, ctx.wanted.weight, ctx.wanted.bias)
+            computed = [None if d is None else (k * grad).to(d) for k, d in zip(ctx.saved_tensors, dtypes, strict=True)]
         else:
             computed = torch.ops.liger_cutedsl.flce_backward(grad, *ctx.saved_tensors, *ctx.call)
         found = Gradients(*(g if need else None for g, need in zip(computed, ctx.needs, strict=True)))
@@ -251,7 +237,7 @@ def _define(name: str, schema: str, function, fake):
     return op
 
 
-_define("flce", f"({_TENSORS}, {_CALL}) -> ({', '.join(['Tensor'] * 10)})", _flce, _flce_fake).register_autograd(
+_define("flce", f"({_TENSORS}, {_CALL}) -> ({', '.join(['Tensor'] * 9)})", _flce, _flce_fake).register_autograd(
     _backward, setup_context=_setup_context
 )
 _define(

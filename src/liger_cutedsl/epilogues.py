@@ -6,15 +6,21 @@ pairs (Blackwell). So what CPU tests check is what the GPU kernels compile. Form
 
 An epilogue takes ``acc`` and the operands its ``Epilogue`` names, and returns its outputs by name:
 
-    forward    lse, target_logit: z_iv             (the receiving reduction does log-sum-exp, or selects v = t_i)
+    forward    lse: z_iv                           (the receiving reduction does log-sum-exp)
+               target_logit: u_iv                  (before the cap, which loses where it saturates; v = t_i is selected)
                weighted_sum: z_iv·w_v              (as a pair of factors with class weights; summed over v)
                argmax: z_iv                        (largest z and its first v)
     backward   D: dz_iv at v ≠ t_i                 (the caller writes RowCoefficients.fix over v = t_i)
 
-    exp        D: e_iv = exp(z_iv − m)·2^headroom  (m the row's maximum in the GEMM's own vocabulary tile)
+    exp        D: e_iv·z'_iv                       (e_iv = exp(z_iv − m)·2^headroom, m the row's maximum in the GEMM's
+                                                   own vocabulary tile; z' = dz/du, the cap's slope)
                sum_exp: e_iv                       (summed over the tile)
                is_max: z_iv − m                    (the first v where it is 0); target_logit, weighted_sum as above
-    dz_of_exp  dz_iv from e_iv and m: what the pass between the GEMMs computes, in triton_kernels.py on a GPU
+    dz_of_exp  dz_iv from D and m: what the pass between the GEMMs computes, in triton_kernels.py on a GPU
+
+The slope is stored with the exponential, and not recovered from it afterwards: 16 bits of e hold z to 2⁻⁹, and where
+the cap saturates the slope changes by more than itself within that. Under label smoothing dz needs the slope apart from
+e: such calls store no exponentials.
 
 Operands: rows over the vocabulary ``bias``, ``ce_weight``; columns over tokens ``lse``, ``row_a``, ``row_c``,
 ``tile_max`` (of u); scalars ``softcap`` and ``inverse_softcap``.
@@ -30,7 +36,6 @@ from pathlib import Path
 LOG2_E = 1.4426950408889634
 LOWEST_MAXIMUM = -1e30  # stands for the maximum of a tile whose logits are all −inf: −inf − (−inf) is NaN
 EXACT_INDICES = 2**24  # argmax carries column indices in float32, which holds integers exactly up to here
-SMALLEST = 2.0**-126  # of a normal number, in float32 and bf16
 
 
 def exp_headroom(dtype) -> int:
@@ -90,22 +95,25 @@ def biased(part: Epilogue, acc, operands):
 def capped(part: Epilogue, u, operands):
     """(z, dz/du): z = softcap · tanh(u/softcap); dz/du is None where it is 1.
 
-    tanh comes from r = 1/(1 + e^{2u}): tanh u = 1 − 2r and 1 − tanh²u = 4r(1 − r), which keeps its relative
-    accuracy where the tanh saturates. (The hardware's tanh.approx is only good to 2⁻¹¹.)
+    tanh comes from r = 1/(1 + e^{2u}): tanh u = 1 − 2r and 1 − tanh²u = 4·r·(r·e^{2u}), which keeps its relative
+    accuracy where the tanh saturates, on either side. (The hardware's tanh.approx is only good to 2⁻¹¹.)
     """
     if not part.softcap:
         return u, None
     softcap = operands["softcap"]
-    r = reciprocal(exp2(u * (operands["inverse_softcap"] * (2.0 * LOG2_E))) + 1.0)
-    return softcap - r * (softcap * 2.0), r * 4.0 * (1.0 - r)
+    growth = exp2(u * (operands["inverse_softcap"] * (2.0 * LOG2_E)))
+    r = reciprocal(growth + 1.0)
+    # r·e^{2u} is 0·∞ beyond what a float32 holds, and 1 there
+    return softcap - r * (softcap * 2.0), r * 4.0 * at_most_one(r * growth)
 
 
 def forward_epilogue(part: Epilogue):
     """The store-free forward: logits go to reductions, none to memory."""
 
     def forward(acc, **operands):
-        z, _ = capped(part, biased(part, acc, operands), operands)
-        outputs = {"lse": z, "target_logit": z}
+        u = biased(part, acc, operands)
+        z, _ = capped(part, u, operands)
+        outputs = {"lse": z, "target_logit": u}
         if part.smoothing:
             outputs["weighted_sum"] = (z, operands["ce_weight"]) if part.ce_weight else z
         if part.argmax:
@@ -135,13 +143,18 @@ def backward_epilogue(part: Epilogue):
 
 def exp_epilogue(part: Epilogue, headroom: int):
     """Exponentials relative to the tile's maximum: they keep bf16's relative precision whatever the logits' size,
-    which stored logits do not. headroom: their scale 2^headroom, which keeps small ones normal numbers in fp16."""
+    which stored logits do not. headroom: their scale 2^headroom, which keeps small ones normal numbers in fp16.
+
+    Raises ValueError for a cap with label smoothing, whose dz such exponentials do not hold."""
+    if part.softcap and part.smoothing:
+        raise ValueError("exponentials of a capped logit hold its slope: label smoothing would need both apart")
 
     def exponentials(acc, **operands):
-        z, _ = capped(part, biased(part, acc, operands), operands)
+        u = biased(part, acc, operands)
+        z, slope = capped(part, u, operands)
         m, _ = capped(part, operands["tile_max"], operands)
         e = exp2((z - m) * LOG2_E + float(headroom))
-        outputs = {"D": e, "sum_exp": e, "target_logit": z}
+        outputs = {"D": e * slope if part.softcap else e, "sum_exp": e, "target_logit": u}
         if part.smoothing:
             outputs["weighted_sum"] = (z, operands["ce_weight"]) if part.ce_weight else z
         if part.argmax:
@@ -161,15 +174,11 @@ def exp_prepass(part: Epilogue):
 
 
 def dz_of_exp(part: Epilogue, headroom: int, e, operands):
-    """dz at v ≠ t_i from e and m, the tile's maximum of z; with a cap, z comes back as m + log e."""
+    """dz at v ≠ t_i from the exponentials stored for it, which hold the cap's slope, and m, the tile's maximum of z."""
     scale = exp2((operands["m"] - operands["lse"]) * LOG2_E - float(headroom))
     dz = e * (scale * operands["row_a"])
     if part.smoothing:
         dz = dz - (operands["row_c"] * operands["ce_weight"] if part.ce_weight else operands["row_c"])
-    if part.softcap:
-        z = operands["m"] + (e.clamp(min=SMALLEST).log2() - float(headroom)) / LOG2_E
-        tanh = (z * operands["inverse_softcap"]).clamp(-1.0, 1.0)
-        dz = dz * (1.0 - tanh * tanh)
     return dz
 
 
@@ -224,3 +233,14 @@ def reciprocal(v):
     if isinstance(v, tuple):
         return type(v)(reciprocal(v[0]), reciprocal(v[1]))
     return cute.arch.rcp_approx(v)
+
+
+def at_most_one(v):
+    """The smaller of v and 1; 1 where v is NaN."""
+    if hasattr(v, "fmin"):  # torch.Tensor
+        return v.fmin(v.new_ones(()))
+    from cutlass import cute
+
+    if isinstance(v, tuple):
+        return type(v)(at_most_one(v[0]), at_most_one(v[1]))
+    return cute.arch.fmin(v, 1.0)

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 
+from liger_cutedsl.epilogues import Epilogue, capped
 from liger_cutedsl.options import LossOptions
 from liger_cutedsl.problem import Problem
 
@@ -32,7 +33,7 @@ from liger_cutedsl.problem import Problem
 class RowStatistics:
     """What a forward pass over the vocabulary leaves behind, each (N,) in the compute dtype.
 
-    lse: log Σ_v exp z_iv.  target_logit: z_it; −∞ in rows without a target in range.
+    lse: log Σ_v exp z_iv.  target_logit: u_it, before the softcap; −∞ in rows without a target in range.
     weighted_sum: Σ_v w_v z_iv, or None.  argmax: int64, the first v of the largest z_iv, or None.
     max_logit: that z_iv, where argmax is there.
     """
@@ -115,7 +116,7 @@ class LossOutput(NamedTuple):
 
     loss, z_loss: scalar, or (N,) for reduction="none"; z_loss is the part of loss that λ·lse² makes up.
     token_accuracy: share of valid rows whose argmax is the target, or (N,) of 0 and 1 for "none".
-    predicted_tokens: (N,) int64 argmax of the logits, −1 in ignored rows.
+    predicted_tokens: (N,) int64 argmax of the logits, −1 in ignored rows, 0 in rows with NaN.
     """
 
     loss: torch.Tensor
@@ -137,7 +138,7 @@ def row_weights(problem: Problem) -> RowWeights:
         ignored, target_weight = None, 1.0
         inverse_d = inverse_dz = 1.0 / divisor(problem)
     else:
-        ignored = problem.target == problem.options.ignore_index
+        ignored = problem.ignored()
         target_weight = (~ignored).to(dtype)
         if mean:
             inverse_d = inverse_dz = target_weight.sum().reciprocal()
@@ -169,9 +170,21 @@ def dz_unit(problem: Problem, dz_dtype: torch.dtype) -> float:
     return divisor(problem) / max(1.0 - problem.options.label_smoothing, 0.5)
 
 
-def token_scale(stats: RowStatistics, options: LossOptions) -> torch.Tensor | float:
+def log_prob_and_slope(stats: RowStatistics, options: LossOptions) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(log p_it, dz_it/du_it) of the targets; the slope is None where it is 1.
+
+    It comes from u: where the cap saturates, z no longer tells how far.
+    """
+    if options.softcap is None:
+        return stats.target_logit - stats.lse, None
+    scalars = {"softcap": options.softcap, "inverse_softcap": 1.0 / options.softcap}
+    z, slope = capped(Epilogue(softcap=True), stats.target_logit, scalars)
+    return z - stats.lse, slope
+
+
+def token_scale(log_p: torch.Tensor, options: LossOptions) -> torch.Tensor | float:
     """s_i: the detached probability of the target (Liger-Kernel's use_token_scaling), or 1."""
-    return torch.exp(stats.target_logit - stats.lse) if options.use_token_scaling else 1.0
+    return torch.exp(log_p) if options.use_token_scaling else 1.0
 
 
 def _times(tensor: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
@@ -182,8 +195,9 @@ def _times(tensor: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
 def loss_terms(stats: RowStatistics, rows: RowWeights, problem: Problem) -> LossOutput:
     """The loss and the metrics asked for, reduced as options.reduction says."""
     options = problem.options
-    eps, scale = options.label_smoothing, token_scale(stats, options)
-    loss, z_loss = (stats.lse - stats.target_logit) * ((1.0 - eps) * rows.inverse_d * rows.target_weight), None
+    eps, (log_p, _) = options.label_smoothing, log_prob_and_slope(stats, options)
+    scale = token_scale(log_p, options)
+    loss, z_loss = -log_p * ((1.0 - eps) * rows.inverse_d * rows.target_weight), None
     if options.smoothing:
         uniform = stats.lse * rows.total_weight - stats.weighted_sum
         loss = loss + uniform * ((eps / rows.vocab) * rows.inverse_d)
@@ -196,22 +210,26 @@ def loss_terms(stats: RowStatistics, rows: RowWeights, problem: Problem) -> Loss
         per_row = rows.mask(per_row)
         return per_row if options.reduction == "none" else per_row.sum()
 
-    accuracy = predicted = None
+    accuracy = predicted = argmax = None
+    if (
+        options.needs_argmax
+    ):  # of a row with NaN, comparisons find anything: the first column then, as Liger and torch say
+        argmax = stats.argmax.masked_fill(stats.lse.isnan(), 0)
     if options.return_token_accuracy:
-        accuracy = reduce((stats.argmax == problem.target).to(torch.float32))
+        accuracy = reduce((argmax == problem.target).to(torch.float32))
         if options.reduction != "none":
             accuracy = accuracy / (
                 max(problem.tokens, 1) if rows.ignored is None else (~rows.ignored).sum().clamp(min=1)
             )
     if options.return_predicted_tokens:
-        predicted = rows.mask(stats.argmax, -1)
+        predicted = rows.mask(argmax, -1)
     return LossOutput(reduce(loss), reduce(z_loss) if options.return_z_loss else None, accuracy, predicted)
 
 
 def row_coefficients(stats: RowStatistics, rows: RowWeights, options: LossOptions, grad_output) -> RowCoefficients:
     """A, C and the target's own gradient, for an upstream gradient of shape () or (N,)."""
-    eps, log_p = options.label_smoothing, stats.target_logit - stats.lse
-    upstream = _times(grad_output.to(stats.lse.dtype), token_scale(stats, options))
+    eps, (log_p, slope) = options.label_smoothing, log_prob_and_slope(stats, options)
+    upstream = _times(grad_output.to(stats.lse.dtype), token_scale(log_p, options))
     b = upstream * ((1.0 - eps) * rows.inverse_d * rows.target_weight)  # () or (N,)
     # A·p − B cancels as p → 1; B·(p − 1) + (A − B)·p with expm1 does not.
     a, c, fix = b, None, b * torch.expm1(log_p)
@@ -225,8 +243,8 @@ def row_coefficients(stats: RowStatistics, rows: RowWeights, options: LossOption
         a_minus_b = from_z if a_minus_b is None else a_minus_b + from_z
     if a_minus_b is not None:
         a, fix = b + a_minus_b, fix + a_minus_b * torch.exp(log_p)
-    if options.softcap is not None:
-        fix = fix * (1.0 - (stats.target_logit / options.softcap).square())
+    if slope is not None:
+        fix = fix * slope
 
     shape = stats.lse.shape
 

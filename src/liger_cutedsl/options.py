@@ -72,6 +72,11 @@ class LossOptions:
         return self.label_smoothing > 0.0
 
     @property
+    def needs_slope_apart(self) -> bool:
+        """Whether dz takes the softcap's slope and the exponential apart, so that their product does not do."""
+        return self.softcap is not None and self.smoothing
+
+    @property
     def needs_argmax(self) -> bool:
         return self.return_token_accuracy or self.return_predicted_tokens
 

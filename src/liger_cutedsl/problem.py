@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,6 +48,13 @@ class Problem:
         """dtype of logits, losses and row vectors: float64 for float64 inputs, else float32."""
         return torch.float64 if self.x.dtype == torch.float64 else torch.float32
 
+    def ignored(self) -> torch.Tensor:
+        """(N,) bool: which targets are ignore_index. None is, where their dtype does not hold that number."""
+        info = torch.iinfo(self.target.dtype)
+        if not info.min <= self.options.ignore_index <= info.max:  # compared as it is, it would wrap around
+            return torch.zeros_like(self.target, dtype=torch.bool)
+        return self.target == self.options.ignore_index
+
     def of(self, rows: slice) -> Problem:
         """The same for a slice of the rows."""
         return replace(self, x=self.x[rows], target=self.target[rows])
@@ -89,9 +97,10 @@ class Gradients:
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
 
-    def scaled(self, factor: torch.Tensor) -> Gradients:
-        """New gradients times a scalar tensor."""
-        return Gradients(*(None if g is None else g * factor for g in (self.x, self.weight, self.bias)))
+    def each(self, change: Callable, wanted: WantedGradients) -> Gradients:
+        """change(gradient, wanted dtype) of those that are there."""
+        found, dtypes = (self.x, self.weight, self.bias), (wanted.x, wanted.weight, wanted.bias)
+        return Gradients(*(None if g is None else change(g, d) for g, d in zip(found, dtypes, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -110,6 +119,11 @@ class WantedGradients:
 
     def __bool__(self) -> bool:
         return any(dtype is not None for dtype in (self.x, self.weight, self.bias))
+
+    def kept(self) -> WantedGradients:
+        """The dtypes in which gradients wait for the upstream gradient: float16's in float32. They may be too small for
+        float16 before a loss scale comes, or too large where a small upstream gradient would make them fit."""
+        return WantedGradients(*(torch.float32 if d == torch.float16 else d for d in (self.x, self.weight, self.bias)))
 
     def allocate(self, problem: Problem) -> Gradients:
         """Uninitialised, contiguous gradients."""

@@ -35,7 +35,7 @@ class Route:
     schedule: "recompute" or "single_pass"; "liger" is what the triton engine brings along.
     dtype: what x and weight are multiplied in.
     tile_width: columns of a vocabulary tile of recompute.  kept: columns whose exponentials it keeps until backward
-        instead of recomputing them.  chunk: tokens of a chunk of single_pass.
+        instead of recomputing them.  chunk: tokens of a chunk of single_pass.  dw_sum: what it sums dW in, if it does.
     gemms: large matrix products, forward and backward, of 2·N·V·H operations each.
     workspace_bytes: predicted memory beyond inputs, outputs and gradients; 0 where not known (triton).
     reason: why, in words.  fallback: whether a GPU call runs without the CuTe engine.
@@ -48,6 +48,7 @@ class Route:
     tile_width: int = 0
     kept: int = 0
     chunk: int = 0
+    dw_sum: torch.dtype | None = None
     gemms: float = 0
     workspace_bytes: int = 0
     fallback: bool = False
@@ -123,30 +124,37 @@ def single_pass_obstacle(problem: Problem, e_dtype: torch.dtype) -> str | None:
     options = problem.options
     if options.reduction == "none":
         return "reduction='none' knows its gradient's weights only in backward"
-    if recompute.too_coarse(problem, e_dtype):
-        return f"16-bit exponentials lose the slope of a softcap below {recompute.SMALLEST_SOFTCAP:g}"
-    if problem.gemm_dtype == torch.float16:
+    if options.needs_slope_apart:
+        return "stored exponentials hold the softcap's slope, and label smoothing needs both apart"
+    if e_dtype == torch.float16:
         if options.reduction == "mean" and not problem.dense:  # while a CUDA graph is captured
             return "a float16 mean needs a scale from the number of valid rows, which only the device knows"
-        # Its scale is chosen before the coefficients are known, from N alone; and where exponentials underflow,
-        # as fp16's do, the cap's slope is lost with them.
         if not single_pass.fp16_scale_fits(problem):
-            return "float16 with class weights or a z-loss needs a scale known only in backward"
-        if options.softcap is not None and options.smoothing:
-            return "float16 exponentials lose the softcap's slope under label smoothing"
+            return "float16 with class weights, token scaling or a z-loss needs a scale known only in backward"
     return None
 
 
 def _single_pass_route(engine: str, problem: Problem, wanted: WantedGradients, budget: int, reason: str) -> Route:
-    runner, accumulator = make_engine(engine), single_pass.accumulator_bytes(problem, wanted)
+    runner, sums = make_engine(engine), single_pass.sum_dtypes(problem, wanted)
     one, two = runner.chunk_bytes(problem, 1), runner.chunk_bytes(problem, 2)
     per_row, fixed = two - one, 2 * one - two
-    fitting = (budget - accumulator - fixed) // per_row // TILE_QUANTUM * TILE_QUANTUM
+    fitting = (budget - single_pass.sums_bytes(problem, wanted, sums) - fixed) // per_row // TILE_QUANTUM * TILE_QUANTUM
     least = min(SMALLEST_CHUNK, problem.tokens)
     chunk = runner.chunk_size(problem, min(max(fitting, least), problem.tokens))
-    used = accumulator + runner.chunk_bytes(problem, chunk)
+    beside = runner.chunk_bytes(problem, chunk)
+    if single_pass.roundings(problem, sums, chunk) > single_pass.MOST_ROUNDINGS:
+        wide = replace(sums, weight=problem.compute_dtype)
+        if single_pass.sums_bytes(problem, wanted, wide) + beside <= budget:
+            sums = wide
     return Route(
-        engine, "single_pass", problem.gemm_dtype, reason, chunk=chunk, gemms=_gemms(3, wanted), workspace_bytes=used
+        engine,
+        "single_pass",
+        problem.gemm_dtype,
+        reason,
+        chunk=chunk,
+        dw_sum=sums.weight,
+        gemms=_gemms(3, wanted),
+        workspace_bytes=single_pass.sums_bytes(problem, wanted, sums) + beside,
     )
 
 

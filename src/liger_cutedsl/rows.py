@@ -14,12 +14,18 @@ from liger_cutedsl.problem import Gradients, Problem
 
 @dataclass(frozen=True)
 class Rows:
-    """keep, drop: (n_valid,) and (N − n_valid,) int64 indices in ascending order; both None where every row is kept."""
+    """keep, drop: (n_valid,) and (N − n_valid,) int64 indices in ascending order; both None where every row is kept.
+
+    masked: (N,) bool, rows that are kept though they are ignored, because their number is not known; or None.
+    """
 
     keep: torch.Tensor | None = None
     drop: torch.Tensor | None = None
+    masked: torch.Tensor | None = None
 
     def compact(self, problem: Problem) -> Problem:
+        if self.masked is not None:  # a zero coefficient does not undo NaN in a hidden state: 0·NaN would reach dW
+            return replace(problem, x=problem.x.masked_fill(self.masked[:, None], 0.0))
         if self.keep is None:
             return problem
         return replace(problem, x=problem.x[self.keep], target=problem.target[self.keep], dense=True)
@@ -68,7 +74,7 @@ class TargetCheck:
         if not self.readable:
             return
         if not target.is_cuda:
-            self._host = _summary(target, ignore_index)
+            self._host = _summary(target[~problem.ignored()])
             return
         from liger_cutedsl.engines.triton_kernels import summarize_targets
 
@@ -90,11 +96,11 @@ class TargetCheck:
     def rows(self) -> Rows:
         """Raises ValueError for a target that is neither ignore_index nor in [0, V)."""
         if not self.readable:
-            return Rows()
-        n_valid, target = self._count(), self.problem.target
+            return Rows(masked=self.problem.ignored() if self.problem.tokens else None)
+        n_valid = self._count()
         if n_valid == self.problem.tokens:
             return Rows()
-        order = torch.argsort((target == self.problem.options.ignore_index).to(torch.uint8), stable=True)
+        order = torch.argsort(self.problem.ignored().to(torch.uint8), stable=True)
         return Rows(order[:n_valid], order[n_valid:])
 
     def compact(self, rows: Rows) -> Problem:
@@ -125,9 +131,8 @@ def _pinned_slots() -> tuple[torch.Tensor, ...]:
 _next_slot = itertools.count()
 
 
-def _summary(target: torch.Tensor, ignore_index: int) -> tuple[int, int, int]:
-    """(count, least, greatest) of the targets that are not ignore_index; least and greatest mean nothing at count 0."""
-    valid = target[target != ignore_index]
+def _summary(valid: torch.Tensor) -> tuple[int, int, int]:
+    """(count, least, greatest) of targets; least and greatest mean nothing at count 0."""
     if not valid.numel():
         return 0, 0, 0
     return valid.numel(), int(valid.min()), int(valid.max())

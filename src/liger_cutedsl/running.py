@@ -32,7 +32,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         inputs = (None,) * 5
         if not isinstance(state, KeptGradients):
             inputs = (x, weight, call.target, bias, problem.ce_weight)
-        ctx.save_for_backward(*inputs, rows.keep, rows.drop)
+        ctx.save_for_backward(*inputs, rows.keep, rows.drop, rows.masked)
         ctx.call = call._replace(problem=None, rows=None, target=None, confirm=None)  # what holds no tensors
         ctx.options, ctx.dense, ctx.state = problem.options, problem.dense, state
         ctx.mark_non_differentiable(*(metric for metric in output[1:] if metric is not None))
@@ -40,8 +40,8 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output, *_metrics):
-        *inputs, keep, drop = ctx.saved_tensors
-        rows = Rows(keep, drop)
+        *inputs, keep, drop, masked = ctx.saved_tensors
+        rows = Rows(keep, drop, masked)
         with torch.no_grad():
             problem = None if inputs[0] is None else rows.compact(Problem(*inputs, ctx.options, ctx.dense))
             found = gradients_of(ctx.call._replace(problem=problem, rows=rows), ctx.state, grad_output)

@@ -127,7 +127,7 @@ class _VocabParallel(torch.autograd.Function):
         stats, weights = _gathered(shard, whole, kept, stats)
         output = rows.spread_output(loss_terms(stats, weights, whole))
         state = recompute.RecomputeState(RowStatistics(stats.lse, stats.target_logit), weights, exponentials)
-        ctx.save_for_backward(x, weight, problem.target, bias, problem.ce_weight, rows.keep, rows.drop)
+        ctx.save_for_backward(x, weight, problem.target, bias, problem.ce_weight, rows.keep, rows.drop, rows.masked)
         ctx.call = (problem.options, whole.dense, shard, wanted, route, state)
         ctx.mark_non_differentiable(*(metric for metric in output[1:] if metric is not None))
         return tuple(output)
@@ -135,8 +135,8 @@ class _VocabParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output, *_metrics):
         options, dense, shard, wanted, route, state = ctx.call
-        *tensors, keep, drop = ctx.saved_tensors
-        rows = Rows(keep, drop)
+        *tensors, keep, drop, masked = ctx.saved_tensors
+        rows = Rows(keep, drop, masked)
         problem = Problem(*tensors, options)
         local = shard.local(replace(rows.compact(problem), dense=dense))
         with torch.no_grad():

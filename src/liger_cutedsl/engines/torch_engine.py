@@ -104,8 +104,8 @@ class TorchEngine:
             out[:, tile.columns] = outputs["D"]
             sums = outputs["sum_exp"].sum(dim=1) * 2.0**-headroom
             outputs["lse"] = (sums.log() + maxima[-1])[:, None]
-            if outputs.pop("is_max", None) is not None:
-                outputs["argmax"] = outputs["target_logit"]
+            if part.argmax:  # the maxima are exactly m again
+                outputs["argmax"] = outputs.pop("is_max") + maxima[-1][:, None]
             fold.add(outputs, tile)
         return fold.result(), torch.stack(maxima, dim=1)
 

@@ -7,7 +7,6 @@ import math
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
 
 @triton.jit
@@ -126,12 +125,9 @@ def _dz_of_exp(
     rows,
     vocab,
     headroom,
-    inverse_softcap,
     SMOOTHING: tl.constexpr,
     CE_WEIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     COLUMN_SUMS: tl.constexpr,
-    FAST_LOG2: tl.constexpr,
     TILE: tl.constexpr,
     GRAIN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -140,7 +136,6 @@ def _dz_of_exp(
     """BLOCK columns of ROWS rows, as (BLOCK/GRAIN, GRAIN): the columns of a grain share their tile, so that what
     depends on its maximum is computed once a grain."""
     log2_e: tl.constexpr = 1.4426950408889634
-    ln_2: tl.constexpr = 0.6931471805599453
     block = tl.program_id(1)
     grain = block * (BLOCK // GRAIN) + tl.arange(0, BLOCK // GRAIN)
     column = (grain * GRAIN)[:, None] + tl.arange(0, GRAIN)[None, :]
@@ -161,12 +156,6 @@ def _dz_of_exp(
                 dz -= c * weight
             else:
                 dz -= c
-        if SOFTCAP:  # 1 − (z/softcap)², z = maximum + ln(value·2^−headroom); the smallest normal number for 0
-            base = (maximum - headroom * ln_2) * inverse_softcap
-            value = tl.maximum(value, 1.1754943508222875e-38)
-            log = libdevice.fast_log2f(value) if FAST_LOG2 else tl.log2(value)
-            tanh = base[:, None] + log * (ln_2 * inverse_softcap)
-            dz *= 1.0 - tl.minimum(tanh * tanh, 1.0)
         at = tl.load(target + row)
         if (at >= block * BLOCK) & (at < (block + 1) * BLOCK):
             dz = tl.where(column == at, tl.load(fix + row), dz)
@@ -208,12 +197,9 @@ def dz_of_exp(
             n,
             vocab,
             float(headroom),
-            1.0 if options.softcap is None else 1.0 / options.softcap,
             SMOOTHING=options.smoothing,
             CE_WEIGHT=problem.ce_weight is not None,
-            SOFTCAP=options.softcap is not None,
             COLUMN_SUMS=column_sums,
-            FAST_LOG2=not triton.knobs.runtime.interpret,  # one instruction, good to 22 bits; the interpreter has none
             TILE=tile_n,
             GRAIN=math.gcd(tile_n, 64),
             BLOCK=block,

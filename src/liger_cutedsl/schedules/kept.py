@@ -7,27 +7,37 @@ from dataclasses import dataclass
 import torch
 
 from liger_cutedsl.gemm import scale_in_place
-from liger_cutedsl.problem import Gradients
+from liger_cutedsl.problem import Gradients, WantedGradients
 
 
 @dataclass
 class KeptGradients:
-    """The gradients for an upstream gradient of 1, times scale; None once they were handed over."""
+    """The gradients for an upstream gradient of 1, None once they were handed over; the dtypes to return them in."""
 
     gradients: Gradients | None
-    scale: float = 1.0
+    wanted: WantedGradients
 
-    def for_upstream(self, grad_output: torch.Tensor) -> Gradients:
+    @classmethod
+    def of(cls, sums: Gradients, wanted: WantedGradients) -> KeptGradients:
+        """Gradients that may be wider than they are wanted: rounded now, but float16 when the upstream gradient is
+        known, because what a loss scale makes of them may fit where they do not."""
+        return cls(sums.each(lambda g, dtype: g if dtype == torch.float16 else g.to(dtype), wanted), wanted)
+
+    def for_upstream(self, factor: torch.Tensor) -> Gradients:
         """Handed over, scaled in place; or scaled copies, while the graph is kept for another backward."""
-        factor = grad_output if self.scale == 1.0 else grad_output / self.scale
-        gradients = self.gradients
-        if graph_is_kept():
-            return gradients.scaled(factor)
-        self.gradients = None
-        for gradient in (gradients.x, gradients.weight, gradients.bias):
-            if gradient is not None:
-                scale_in_place(gradient, factor)
-        return gradients
+        gradients, kept = self.gradients, graph_is_kept()
+        if not kept:
+            self.gradients = None
+
+        def scaled(gradient, dtype):
+            if gradient.dtype != dtype:  # rounded once, on the way
+                return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+            if kept:
+                return gradient * factor
+            scale_in_place(gradient, factor)
+            return gradient
+
+        return gradients.each(scaled, self.wanted)
 
 
 def graph_is_kept() -> bool:

@@ -28,7 +28,7 @@ def forward(
     output, gradients = _call(problem, route, wanted if eager else WantedGradients())
     if output.token_accuracy is not None and problem.options.reduction != "none":
         output = output._replace(token_accuracy=output.token_accuracy.nan_to_num(0.0))
-    return output, KeptGradients(gradients) if eager else None
+    return output, KeptGradients(gradients, wanted) if eager else None
 
 
 def backward(

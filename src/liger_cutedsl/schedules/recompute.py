@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 FP16_HEADROOM = 2.0**14
 
 
-SMALLEST_SOFTCAP = 8.0  # of a call that stores 16-bit exponentials
 ALIGNMENT = 128  # bytes, of the first exponential in dW's memory: TMA wants 16, a cache line has 128
 
 
@@ -92,7 +91,7 @@ def kept_columns(engine, problem: Problem, wanted: WantedGradients, budget: int)
     None for fp16, whose dW goes through a float32 copy that would be as large as what is saved.
     """
     e_dtype = engine.dz_dtype(problem.gemm_dtype)
-    if not wanted or e_dtype == torch.float16 or problem.tokens == 0 or too_coarse(problem, e_dtype):
+    if not wanted or e_dtype == torch.float16 or problem.tokens == 0 or problem.options.needs_slope_apart:
         return 0
     if engine.chunk_bytes(problem, problem.tokens) <= budget:
         return problem.vocab
@@ -102,16 +101,6 @@ def kept_columns(engine, problem: Problem, wanted: WantedGradients, budget: int)
     fitting = max(0, problem.vocab * row - 2 * ALIGNMENT) // (row + column)
     multiple = engine.exp_tile(problem) if fitting >= engine.exp_tile(problem) else ROW_MULTIPLE
     return fitting // multiple * multiple
-
-
-def too_coarse(problem: Problem, e_dtype: torch.dtype) -> bool:
-    """Whether a softcap's slope, 1 − (z/softcap)² with z = m + log e, would suffer from the rounding of e.
-
-    A 16-bit e is off by up to 2⁻⁹, and so is z, and the slope by 2⁻⁸/softcap: for 8 and more, far below the rounding
-    of dz itself.
-    """
-    softcap = problem.options.softcap
-    return softcap is not None and softcap < SMALLEST_SOFTCAP and e_dtype.itemsize == 2
 
 
 def forward(engine, problem: Problem, route: Route, wanted: WantedGradients) -> tuple[LossOutput, RecomputeState]:

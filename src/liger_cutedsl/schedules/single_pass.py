@@ -5,13 +5,16 @@
                      dX[chunk] = dz·W;  dW += dzᵀ·x;  db += Σ_i dz
     backward:        the gradients times the upstream gradient, a scalar
 
-Faster than `recompute` by the fourth GEMM; dW is rounded once per chunk unless accum_dtype is wider. It cannot know
-the upstream gradient, so reduction="none" takes `recompute`; and calls without gradients store no exponentials.
+Faster than `recompute` by the fourth GEMM; dW is rounded once per chunk unless its sum is wider (Route.dw_sum). It
+cannot know the upstream gradient, so reduction="none" takes `recompute`; and calls without gradients store no
+exponentials.
+
+fp16's gradients are kept in fp32 until the upstream gradient is known (WantedGradients.kept).
 """
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +23,6 @@ from liger_cutedsl.gemm import matmul
 from liger_cutedsl.objective import (
     LossOutput,
     combined,
-    divisor,
     dz_unit,
     loss_terms,
     row_coefficients,
@@ -34,36 +36,42 @@ from liger_cutedsl.schedules.tiling import slices
 if TYPE_CHECKING:
     from liger_cutedsl.routing import Route
 
-# fp16: dz is at most twice this (an eighth of fp16's largest number), and the GEMMs take it down again so that the
-# gradients kept until backward are those of a loss 16 times smaller than the sum over rows: a token that fills a
-# batch of a million rows still fits.
-FP16_DZ, FP16_GRADIENTS = 2.0**12, 2.0**-4
+# fp16's dz is at most twice this, an eighth of fp16's largest number; the GEMMs, summing in fp32, take it down again.
+FP16_DZ = 2.0**12
+
+# dW may be rounded to 16 bits this often: its error is then some 2.5 times that of one rounding.
+MOST_ROUNDINGS = 8
 
 
-def accumulator_dtype(problem: Problem, wanted: WantedGradients) -> torch.dtype | None:
-    """What dW is summed in, chunk by chunk: options.accum_dtype where that is wider than dW; None without a dW."""
-    accum = problem.options.accum_dtype
-    if wanted.weight is None or accum is None or accum.itemsize <= wanted.weight.itemsize:
-        return wanted.weight
-    return accum
+def sum_dtypes(problem: Problem, wanted: WantedGradients) -> WantedGradients:
+    """What dX, dW and db are summed in and kept until backward: dW in options.accum_dtype where that is wider."""
+    kept, accum = wanted.kept(), problem.options.accum_dtype
+    wider = kept.weight is not None and accum is not None and accum.itemsize > kept.weight.itemsize
+    return replace(kept, weight=accum if wider else kept.weight, bias=wanted.bias and problem.compute_dtype)
 
 
-def accumulator_bytes(problem: Problem, wanted: WantedGradients) -> int:
+def sums_bytes(problem: Problem, wanted: WantedGradients, sums: WantedGradients) -> int:
     """Bytes of the sums that are not themselves the gradients."""
-    bias = 0 if wanted.bias is None else problem.vocab * problem.compute_dtype.itemsize
-    dtype = accumulator_dtype(problem, wanted)
-    return bias if dtype == wanted.weight else bias + problem.vocab * problem.hidden * dtype.itemsize
+    sizes = (problem.tokens * problem.hidden, problem.vocab * problem.hidden, problem.vocab)
+    pairs = zip(sizes, (sums.x, sums.weight), (wanted.x, wanted.weight), strict=False)
+    bias = 0 if sums.bias is None else sizes[2] * sums.bias.itemsize
+    return bias + sum(size * kept.itemsize for size, kept, final in pairs if kept != final)
+
+
+def roundings(problem: Problem, sums: WantedGradients, chunk: int) -> int:
+    """How often dW is rounded to 16 bits."""
+    narrow = sums.weight is not None and sums.weight.itemsize == 2
+    return -(-problem.tokens // chunk) if narrow else 0
 
 
 def forward(engine, problem: Problem, route: Route, wanted: WantedGradients) -> tuple[LossOutput, object]:
     if not wanted:
         return recompute.forward(engine, problem, route, wanted)
-    sink = _GradientSink(engine, problem, wanted)
+    sums = replace(sum_dtypes(problem, wanted), weight=route.dw_sum)
+    sink = _GradientSink(engine, problem, sums)
     problem = problem.for_kernels(route.dtype)
     dz_dtype, rows = engine.dz_dtype(problem.x.dtype), row_weights(problem)
-    dz_scale, scale = dz_unit(problem, dz_dtype), 1.0
-    if dz_dtype == torch.float16:
-        dz_scale, scale = dz_scale * FP16_DZ, fp16_scale(problem)
+    dz_scale = dz_unit(problem, dz_dtype) * (FP16_DZ if dz_dtype == torch.float16 else 1.0)
     upstream = torch.full((), dz_scale, dtype=problem.compute_dtype, device=problem.device)
     buffer = recompute.exponentials_buffer(problem, min(route.chunk, problem.tokens), dz_dtype)
     pieces = []
@@ -72,22 +80,19 @@ def forward(engine, problem: Problem, route: Route, wanted: WantedGradients) -> 
         e = buffer[: part.tokens]
         stats, tile_max = engine.exp_chunk(part, out=e)
         coefficients = row_coefficients(stats, rows.of(chunk), problem.options, upstream)
-        sums = engine.scale_chunk(part, e, tile_max, stats.lse, coefficients, wanted.bias is not None)
-        sink.add(e, sums, part, chunk, alpha=scale / dz_scale)
+        column_sums = engine.scale_chunk(part, e, tile_max, stats.lse, coefficients, wanted.bias is not None)
+        sink.add(e, column_sums, part, chunk, alpha=1.0 / dz_scale)
         pieces.append(stats)
     del buffer, e
     stats = combined(pieces, torch.cat) if len(pieces) > 1 else pieces[0]
-    return loss_terms(stats, rows, problem), KeptGradients(sink.finish(), scale)
+    return loss_terms(stats, rows, problem), KeptGradients.of(sink.take(), wanted)
 
 
 class _GradientSink:
     """Turns chunks of dz into dX, dW and db."""
 
-    def __init__(self, engine, problem: Problem, wanted: WantedGradients):
-        self.engine, self.wanted = engine, wanted
-        self.gradients = WantedGradients(
-            wanted.x, accumulator_dtype(problem, wanted), wanted.bias and problem.compute_dtype
-        ).allocate(problem)
+    def __init__(self, engine, problem: Problem, sums: WantedGradients):
+        self.engine, self.gradients = engine, sums.allocate(problem)
 
     def add(
         self, dz: torch.Tensor, column_sums: torch.Tensor | None, part: Problem, chunk: slice, alpha: float
@@ -101,18 +106,14 @@ class _GradientSink:
         if grads.bias is not None:
             torch.mul(column_sums, alpha, out=grads.bias) if first else grads.bias.add_(column_sums, alpha=alpha)
 
-    def finish(self) -> Gradients:
-        dtypes = (self.wanted.x, self.wanted.weight, self.wanted.bias)
-        found = (self.gradients.x, self.gradients.weight, self.gradients.bias)
-        self.gradients = None  # so that an accumulator wider than its gradient is freed here
-        return Gradients(*(None if g is None else g.to(dtype) for g, dtype in zip(found, dtypes, strict=True)))
-
-
-def fp16_scale(problem: Problem) -> float:
-    """The scale of the kept gradients, a power of two: of the sum over rows, whatever the loss is."""
-    return 2.0 ** math.floor(math.log2(divisor(problem))) * FP16_GRADIENTS
+    def take(self) -> Gradients:
+        """The sums, which belong to the caller alone then."""
+        gradients, self.gradients = self.gradients, None
+        return gradients
 
 
 def fp16_scale_fits(problem: Problem) -> bool:
-    """Whether it does, chosen from N alone: class weights and a z-loss make gradients of any size."""
-    return problem.ce_weight is None and not problem.options.lse_square_scale
+    """Whether dz fits fp16 with a scale chosen from N alone: class weights, the target's probability and a z-loss make
+    it of any size."""
+    options = problem.options
+    return problem.ce_weight is None and not options.lse_square_scale and not options.use_token_scaling
