@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from liger_cutedsl.engines.cute_kernels import GemmTile, backward_kernel, exp_ke
 from liger_cutedsl.engines.cute_ops import OnlineArgmax
 from liger_cutedsl.engines.triton_kernels import SUMMED_ROWS, dz_of_exp, fold_exp, fold_lse
 from liger_cutedsl.epilogues import Epilogue, capped, exp_headroom
+from liger_cutedsl.gemm import multiprocessors
 from liger_cutedsl.kernel_cache import use_private_cache
 from liger_cutedsl.objective import RowCoefficients, RowStatistics
 from liger_cutedsl.options import LossOptions
@@ -166,7 +166,7 @@ class CuteEngine:
 
     def _waves(self, kernel: str, problem: Problem) -> WaveModel:
         gemm = tile_of(kernel, problem.x)
-        return WaveModel(_multiprocessors(problem.device), gemm.tile_m, gemm.tile_n)
+        return WaveModel(multiprocessors(problem.device), gemm.tile_m, gemm.tile_n)
 
     def dz_tile(
         self, problem: Problem, lse: torch.Tensor, coefficients: RowCoefficients, tile: Tile, out: torch.Tensor
@@ -251,8 +251,3 @@ def tile_of(kernel: str, tensor: torch.Tensor) -> GemmTile:
     from quack.cute_dsl_utils import get_device_capacity
 
     return gemm_tile(kernel, get_device_capacity(tensor.device)[0])
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
