@@ -146,8 +146,9 @@ def _flce(*arguments):
 
 
 def _filled(problem: Problem, *results: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """An op returns tensors: empty ones for what there is not."""
-    return tuple(problem.x.new_empty(0) if v is None else v for v in results)
+    """An op returns tensors, as its fake says: contiguous (Liger's gradients have the strides of their parameters), and
+    empty ones for what there is not."""
+    return tuple(problem.x.new_empty(0) if v is None else v.contiguous() for v in results)
 
 
 def _prepared(call: _Call):

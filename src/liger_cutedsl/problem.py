@@ -174,6 +174,10 @@ def check_tensors(problem: Problem, empty_shard: bool = False) -> None:
     ):
         raise ValueError(
             f"weight must have shape (V, H) with V ≥ 1 and H = {x.shape[1]} ≥ 1 as in x, got {tuple(weight.shape)}"
+            + (
+                ": a parameter that is sharded (ZeRO-3) must be gathered around forward and backward"
+                * (not weight.numel())
+            )
         )
     if target.dim() != 1 or target.shape[0] != x.shape[0]:
         raise ValueError(f"target must have shape ({x.shape[0]},) as x has rows, got {tuple(target.shape)}")
@@ -197,7 +201,8 @@ def _check_tensor(name, value, optional) -> None:
         raise TypeError(f"{name} must be a torch.Tensor{' or None' if optional else ''}, got {type(value)}")
     if is_dtensor(value):
         raise TypeError(
-            f"{name} is a DTensor, which only goes with a weight and an x that are: pass {name}.full_tensor()"
+            f"{name} is a DTensor, which only goes with a weight and an x that are: pass {name}.full_tensor(), of what "
+            f"is trained under FSDP2 {name}.full_tensor(grad_placements=[Partial('avg')]), which sums over the ranks"
         )
     check_readable(name, value)
 

@@ -28,20 +28,22 @@ def check_readable(name: str, tensor: torch.Tensor) -> None:
     if not has_memory(tensor):
         raise RuntimeError(
             f"{name} of shape {tuple(tensor.shape)} has no memory: its storage was freed, as a sharding framework does "
-            f"with a parameter that it has not gathered. Gather it around this call"
+            f"with a parameter that it has not gathered. Keep it gathered around forward and backward"
         )
 
 
 def check_still_readable(shapes: dict[str, torch.Size], tensors: dict[str, torch.Tensor | None]) -> None:
     """Raises RuntimeError where a tensor that forward saved under a name is not what it was then."""
     for name, tensor in tensors.items():
-        if tensor is not None and (tensor.shape != shapes[name] or not has_memory(tensor)):
-            raise RuntimeError(
-                f"{name}'s memory went away between forward and backward: it had shape {tuple(shapes[name])}, and now "
-                f"{'its storage is empty' if tensor.shape == shapes[name] else f'has {tuple(tensor.shape)}'}. Gather "
-                f"it again before backward, or keep it gathered until then (deepspeed.zero.GatheredParameters around "
-                f"both); or take schedule='single_pass', whose backward of a mean or sum reads no {name}"
-            )
+        if tensor is None or (tensor.shape == shapes[name] and has_memory(tensor)):
+            continue
+        freed = tensor.shape == shapes[name]
+        raise RuntimeError(
+            f"{name}'s memory went away between forward and backward: it had shape {tuple(shapes[name])}, and now "
+            f"{'its storage is empty' if freed else f'it has {tuple(tensor.shape)}'}. Gather it again before backward, "
+            f"or keep it gathered until then (ZeRO-3: deepspeed.zero.GatheredParameters around both)"
+            + (f"; or take schedule='single_pass', whose backward of a mean or sum reads no {name}" if freed else "")
+        )
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

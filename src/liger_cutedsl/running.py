@@ -176,15 +176,39 @@ def _applied(problem: Problem, call: _Call) -> LossOutput:
     return LossOutput(*output)
 
 
+def _with_gradients_in_backward(call: _Call) -> _Call:
+    """The same call by a schedule that takes an upstream gradient (N,), on the same engine.
+
+    Liger's operator stays: its backward takes one, whatever the reduction.
+    """
+    if call.route.schedule != "single_pass":
+        return call
+    if call.settings.schedule == "single_pass":
+        raise RuntimeError(
+            "schedule 'single_pass' was asked for but cannot run this call: it sums the tokens' gradients in forward, "
+            "before it knows an upstream gradient for each. Unset LIGER_CUTEDSL_SCHEDULE to let it take another"
+        )
+    settings = replace(call.settings, engine=call.route.engine, schedule="recompute")
+    return call._replace(route=choose_route(call.problem, call.wanted, settings))
+
+
 def run_with_gradients(
     problem: Problem, settings: Settings, wanted: WantedGradients, upstream: torch.Tensor | None
 ) -> tuple[LossOutput, Gradients]:
-    """A problem and its gradients in one go, outside autograd, for an upstream gradient () or (N,), or of 1."""
+    """A problem and its gradients in one go, outside autograd, for an upstream gradient () or (N,), or of 1.
+
+    (N,) for a mean or a sum weighs each token's share of it.
+    """
     check_tensors(problem)
     with torch.no_grad():
         call = prepare(TargetCheck(problem), settings, wanted)
+        begun = call
+        if wanted and upstream is not None and upstream.dim():
+            call = begun = _with_gradients_in_backward(call)
+            if call.route.schedule == "liger":  # what its forward would keep is for one number
+                begun = call._replace(wanted=WantedGradients())
         try:
-            output, state = forward_of(call)
+            output, state = forward_of(begun)
         except KernelFailure as failure:
             give_up_on_cute(failure, settings)
             return run_with_gradients(problem, settings, wanted, upstream)
