@@ -174,6 +174,34 @@ def test_double_backward_is_refused(place, reduction, way):
     WAYS[way](*double_loss(place, reduction))
 
 
+@pytest.fixture
+def one_rank():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_double_backward_of_a_split_vocabulary_is_refused(one_rank, way):
+    x, weight, target, bias, _ = Case(6, 16, 40, bias=True).tensors()
+
+    def loss_of(x, weight, bias):
+        split = liger_cutedsl.vocab_parallel_fused_linear_cross_entropy
+        return split(torch.tanh(x), weight, target, bias=bias)
+
+    WAYS[way](loss_of, (x, weight, bias))
+
+
+def test_lost_memory_of_a_split_vocabulary_is_named(one_rank):
+    x, weight, target, *_ = Case().tensors()
+    loss = liger_cutedsl.vocab_parallel_fused_linear_cross_entropy(x, weight, target)
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="weight's memory went away between forward and backward"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_first_gradients_under_create_graph(place, reduction):
     """Not differentiated again they are the gradients, writable in place, and the loss's own backward goes on."""
@@ -187,6 +215,7 @@ def test_first_gradients_under_create_graph(place, reduction):
         bound = 2 * GRADIENT_BOUND[place.dtypes[0]]  # recomputed, where the first had kept exponentials
         assert_close(got, want.double(), bound, "under create_graph=True")
         assert_close(leaf.grad, want.double(), bound, "backward(create_graph=True)")
+        assert_close(got.mul_(2.0), 2 * want.double(), bound, "written in place")
     torch.nn.utils.clip_grad_norm_(leaves, 1e-3)
     assert float(torch.stack([leaf.grad.double().norm() for leaf in leaves]).norm()) < 1.1e-3
 

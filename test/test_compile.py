@@ -362,6 +362,17 @@ def test_activation_checkpointing(place, reentrant, reduction):
         assert torch.equal(got, want)
 
 
+def test_a_checkpointed_loss_is_not_computed_again_for_nothing(monkeypatch):
+    """Its gradients are there; nothing that backward reads may make the checkpoint run forward a second time."""
+    x, weight, target, *_ = Case(ignored=0.0).tensors()
+    from liger_cutedsl import running
+
+    calls, forward_of = [], running.forward_of
+    monkeypatch.setattr(running, "forward_of", lambda call: calls.append(call) or forward_of(call))
+    checkpoint(fused_linear_cross_entropy, x, weight, target, use_reentrant=False).backward()
+    assert len(calls) == 1 and weight.grad is not None
+
+
 POLICIES = {
     "everything": lambda name: True,
     "products": lambda name: "mm" in name,

@@ -323,7 +323,7 @@ def test_subclasses_over_their_own_memory_are_read(place):
         (x, TaggedParameter(weight.detach()), torch.nn.Parameter(bias.detach())),
         (x, flat, storage[weight.numel() :].requires_grad_()),
     ):
-        leaves = [v.detach().requires_grad_() for v in other]
+        leaves = [v.requires_grad_() for v in other]
         loss = fused_linear_cross_entropy(leaves[0], leaves[1], target, bias=leaves[2], **place.call)
         assert torch.equal(torch.Tensor(loss), expected)
         for got, want in zip(torch.autograd.grad(loss, leaves), wanted, strict=True):

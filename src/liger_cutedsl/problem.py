@@ -212,7 +212,7 @@ def _check_dtypes(problem: Problem) -> None:
     for name, value in (("x", x), ("weight", weight)):
         if value.dtype not in FLOAT_DTYPES:
             raise TypeError(f"{name} must be bfloat16, float16, float32 or float64, got {value.dtype}")
-    if weight.device == x.device and product_dtype(x) != product_dtype(weight):
+    if x.dtype != weight.dtype and weight.device == x.device and product_dtype(x) != product_dtype(weight):
         raise TypeError(
             f"x and weight must have one dtype, got {x.dtype} and {weight.dtype}: cast one of them, or call "
             f"under torch.autocast, which casts all but float64"
