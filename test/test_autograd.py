@@ -212,7 +212,8 @@ def test_first_gradients_under_create_graph(place, reduction):
     loss.backward(create_graph=True)
     for leaf, got, want in zip(leaves, found, expected, strict=True):
         assert got.requires_grad
-        bound = 2 * GRADIENT_BOUND[place.dtypes[0]]  # recomputed, where the first had kept exponentials
+        # recomputed, where the first had kept exponentials: each is within GRADIENT_BOUND, db on a GPU within two
+        bound = 4 * GRADIENT_BOUND[place.dtypes[0]]
         assert_close(got, want.double(), bound, "under create_graph=True")
         assert_close(leaf.grad, want.double(), bound, "backward(create_graph=True)")
         assert_close(got.mul_(2.0), 2 * want.double(), bound, "written in place")
@@ -325,7 +326,6 @@ def test_a_backward_that_failed_can_be_tried_again(monkeypatch, place, reduction
         with monkeypatch.context() as planted, pytest.raises(torch.cuda.OutOfMemoryError):
             planted.setattr(f"liger_cutedsl.{place_of_failure}", failing)
             loss.backward(upstream)
-            pytest.skip("nothing was left to fail") if "matmul" in place_of_failure else None
         if place.schedule == "auto" and reduction == "mean":
             break  # no product is left for backward
     loss.backward(upstream)

@@ -114,7 +114,7 @@ def between_graphs(function):
     @functools.wraps(function)
     def eager(*arguments):
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*arguments)
+            return torch.compiler.disable(eager)(*arguments)
         if torch._C._len_torch_dispatch_stack():
             return unseen_by_checkpoints(function, arguments)
         return function(*arguments)
