@@ -105,12 +105,259 @@ def test_inputs_are_not_modified(place):
         assert torch.equal(v.detach(), b)
 
 
-def test_double_backward_is_refused(place):
-    x, weight, target, *_ = Case(dtype=place.dtypes[0], device=place.device).tensors()
-    loss = fused_linear_cross_entropy(x, weight, target, **place.call)
-    (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+SUBSETS = [("x",), ("weight",), ("bias",), ("x", "weight"), ("x", "weight", "bias")]
+
+
+def functional(name):
+    """torch.autograd.functional's second derivatives, of one input of a loss at a time."""
+
+    def ask(loss_of, leaves):
+        function = getattr(torch.autograd.functional, name)
+        for index, leaf in enumerate(leaves):
+
+            def of_one(value, index=index):
+                return loss_of(*leaves[:index], value, *leaves[index + 1 :])
+
+            with pytest.raises(RuntimeError, match="no second derivative"):
+                function(of_one, leaf.detach(), *(() if name == "hessian" else (torch.ones_like(leaf),)))
+
+    return ask
+
+
+def of_subsets(loss_of, leaves):
+    """Gradients of some inputs, differentiated with the loss for any others: no node may lie off the way."""
+    names = dict(zip(("x", "weight", "bias"), leaves, strict=True))
+    for first, second in itertools.product(SUBSETS, SUBSETS):
+        loss = loss_of(*leaves)
+        grads = torch.autograd.grad(loss, [names[n] for n in first], create_graph=True)
+        penalised = loss + sum(g.square().sum() for g in grads)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(penalised, [names[n] for n in second])
+
+
+def of_chosen_inputs(loss_of, leaves):
+    for leaf in leaves:
+        loss = loss_of(*leaves)
+        grads = torch.autograd.grad(loss, leaves, create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            (loss + sum(g.square().sum() for g in grads)).backward(inputs=[leaf])
+
+
+def of_the_upstream_gradient(loss_of, leaves):
+    """A product with the Jacobian, from two products with its transpose."""
+    loss = loss_of(*leaves)
+    upstream = torch.ones_like(loss).requires_grad_()
+    grads = torch.autograd.grad(loss, leaves, upstream, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
-        dx.sum().backward()
+        torch.autograd.grad(grads[0].sum(), upstream)
+
+
+WAYS = {f.__name__: f for f in (of_subsets, of_chosen_inputs, of_the_upstream_gradient)}
+WAYS.update({name: functional(name) for name in ("hessian", "hvp", "vhp")})
+
+
+def double_loss(place, reduction):
+    """(a loss as a function of x, weight and bias, those leaves): x is not the operator's input itself."""
+    case = Case(6, 16, 40, dtype=place.dtypes[0], device=place.device, bias=True)
+    x, weight, target, bias, _ = case.tensors()
+
+    def loss_of(x, weight, bias):
+        loss = fused_linear_cross_entropy(torch.tanh(x), weight, target, bias=bias, reduction=reduction, **place.call)
+        return loss.sum()
+
+    return loss_of, (x, weight, bias)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_double_backward_is_refused(place, reduction, way):
+    WAYS[way](*double_loss(place, reduction))
+
+
+@pytest.fixture
+def one_rank():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_double_backward_of_a_split_vocabulary_is_refused(one_rank, way):
+    x, weight, target, bias, _ = Case(6, 16, 40, bias=True).tensors()
+
+    def loss_of(x, weight, bias):
+        split = liger_cutedsl.vocab_parallel_fused_linear_cross_entropy
+        return split(torch.tanh(x), weight, target, bias=bias)
+
+    WAYS[way](loss_of, (x, weight, bias))
+
+
+def test_lost_memory_of_a_split_vocabulary_is_named(one_rank):
+    x, weight, target, *_ = Case().tensors()
+    loss = liger_cutedsl.vocab_parallel_fused_linear_cross_entropy(x, weight, target)
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="weight's memory went away between forward and backward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_first_gradients_under_create_graph(place, reduction):
+    """Not differentiated again they are the gradients, writable in place, and the loss's own backward goes on."""
+    loss_of, leaves = double_loss(place, reduction)
+    expected = torch.autograd.grad(loss_of(*leaves), leaves)
+    loss = loss_of(*leaves)
+    found = torch.autograd.grad(loss, leaves, create_graph=True)
+    loss.backward(create_graph=True)
+    for leaf, got, want in zip(leaves, found, expected, strict=True):
+        assert got.requires_grad
+        # recomputed, where the first had kept exponentials: each is within GRADIENT_BOUND, db on a GPU within two
+        bound = 4 * GRADIENT_BOUND[place.dtypes[0]]
+        assert_close(got, want.double(), bound, "under create_graph=True")
+        assert_close(leaf.grad, want.double(), bound, "backward(create_graph=True)")
+        assert_close(got.mul_(2.0), 2 * want.double(), bound, "written in place")
+    torch.nn.utils.clip_grad_norm_(leaves, 1e-3)
+    assert float(torch.stack([leaf.grad.double().norm() for leaf in leaves]).norm()) < 1.1e-3
+
+
+def test_a_batch_of_upstream_gradients_is_refused(place):
+    case = Case(dtype=place.dtypes[0], device=place.device, options=dict(reduction="none"))
+    x, weight, target, *_ = case.tensors()
+    for reduction in ("mean", "none"):
+        loss = fused_linear_cross_entropy(x, weight, target, reduction=reduction, **place.call)
+        upstream = torch.ones(3, *loss.shape, dtype=loss.dtype, device=loss.device)
+        with pytest.raises(RuntimeError, match="one upstream gradient at a time"):
+            torch.autograd.grad(loss, (x, weight), upstream, is_grads_batched=True)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("ce_weight", [False, True])
+def test_token_gradients_of_ligers_function(monkeypatch, place, reduction, ce_weight):
+    """token_grad_output weighs each token's share of the gradients, whatever the reduction, and not the loss."""
+    from liger_cutedsl.liger_ops import fused_linear_cross_entropy_forward
+
+    monkeypatch.setenv("LIGER_CUTEDSL_ENGINE", place.engine)
+    monkeypatch.setenv("LIGER_CUTEDSL_SCHEDULE", place.schedule)
+    monkeypatch.setenv("LIGER_CUTEDSL_WORKSPACE_MB", str(place.workspace_mb or ""))
+    options = dict(reduction=reduction, label_smoothing=0.1, lse_square_scale=1e-2)
+    for dtype in place.dtypes:
+        case = Case(64, dtype=dtype, device=place.device, bias=True, ce_weight=ce_weight, options=options)
+        token_gradients_are_right(fused_linear_cross_entropy_forward, case, 2 * GRADIENT_BOUND[dtype])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_token_gradients_by_ligers_operator(monkeypatch, reduction):
+    from liger_cutedsl.liger_ops import fused_linear_cross_entropy_forward
+
+    monkeypatch.setenv("LIGER_CUTEDSL_ENGINE", "triton")
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee")
+    options = dict(reduction=reduction, label_smoothing=0.1, lse_square_scale=1e-2)
+    case = Case(64, dtype=torch.float32, device="cuda", bias=True, ce_weight=True, options=options)
+    token_gradients_are_right(fused_linear_cross_entropy_forward, case, 1e-4)  # as in test_gpu.py
+
+
+def token_gradients_are_right(forward, case, bound):
+    x, weight, target, bias, ce_weight = case.tensors()
+    upstream = torch.linspace(0.1, 2.0, case.tokens, device=case.device, dtype=torch.float64).to(torch.float32)
+    loss, *_, dx, dw, db = forward(
+        x, weight, target, ce_weight=ce_weight, bias=bias, token_grad_output=upstream, **case.options
+    )
+    options = LossOptions(**case.options)
+    expected, _ = reference(x, weight, target, bias, ce_weight, options)
+    # a mean's shares are those of "none" over its divisors, the z-loss's another than the cross entropy's
+    summed = LossOptions(**{**case.options, "reduction": "none"})
+    valid = (target != options.ignore_index).sum().double()
+    share_ce = share_z = torch.ones((), dtype=torch.float64, device=case.device)
+    if options.reduction == "mean":
+        share_z = 1.0 / valid
+        share_ce = share_z if ce_weight is None else 1.0 / ce_weight.double()[target[target >= 0]].sum()
+    without_z = LossOptions(**{**case.options, "reduction": "none", "lse_square_scale": 0.0})
+    both = [
+        reference(x, weight, target, bias, ce_weight, o, upstream.double() * share)[1]
+        for o, share in ((summed, share_z), (without_z, share_z), (without_z, share_ce))
+    ]
+    assert_close(loss, expected["loss"], 1e-5, "loss", size=float(expected["loss_size"]) + 1.0)
+    for name, got, z, minus, ce in zip(("dx", "dW", "db"), (dx, dw, db), *both, strict=True):
+        assert_close(got, z - minus + ce, bound, name)
+
+
+@pytest.mark.parametrize("kind", ["storage", "data"])
+@pytest.mark.parametrize("name", ["x", "weight", "target", "bias", "ce_weight"])
+def test_memory_that_went_away_before_backward_is_named(name, kind):
+    """A gather that ended: the storage is empty, or the parameter another tensor."""
+    case = Case(bias=True, ce_weight=True)
+    for call in (dict(reduction="none"), dict(schedule="recompute"), dict(schedule="recompute", workspace_mb=0.01)):
+        x, weight, target, bias, ce_weight = tensors = case.tensors()
+        loss = fused_linear_cross_entropy(x, weight, target, bias=bias, ce_weight=ce_weight, **call).sum()
+        lost = dict(zip(("x", "weight", "target", "bias", "ce_weight"), tensors, strict=True))[name]
+        if kind == "storage":
+            lost.untyped_storage().resize_(0)
+        else:
+            lost.data = lost.data.new_empty(0)
+        with pytest.raises(RuntimeError, match=f"{name}'s memory went away between forward and backward.*Gather"):
+            loss.backward()
+
+
+def test_gradients_that_are_there_need_no_memory():
+    """What the message says: after single_pass, backward reads no weight."""
+    x, weight, target, *_ = Case().tensors()
+    _, want = torch.autograd.grad(fused_linear_cross_entropy(x, weight, target), (x, weight))
+    loss = fused_linear_cross_entropy(x, weight, target, schedule="single_pass")
+    weight.untyped_storage().resize_(0)
+    assert torch.equal(torch.autograd.grad(loss, weight)[0], want)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_backward_that_failed_can_be_tried_again(monkeypatch, place, reduction):
+    """Out of memory in the middle: the same gradients from the second try. Rows are ignored, so that dX is spread."""
+    dtype = place.dtypes[0]
+    case = Case(dtype=dtype, device=place.device, bias=True, options=dict(reduction=reduction))
+    x, weight, target, bias, _ = case.tensors()
+    upstream = None if reduction == "mean" else torch.linspace(0.5, 1.5, case.tokens, device=place.device)
+    _, grads = reference(x, weight, target, bias, None, LossOptions(reduction=reduction), upstream)
+    loss = fused_linear_cross_entropy(x, weight, target, bias=bias, reduction=reduction, **place.call)
+
+    def failing(*_, **__):
+        raise torch.cuda.OutOfMemoryError("planted")
+
+    for place_of_failure in ("rows.Rows.spread", "schedules.recompute.matmul"):
+        with monkeypatch.context() as planted, pytest.raises(torch.cuda.OutOfMemoryError):
+            planted.setattr(f"liger_cutedsl.{place_of_failure}", failing)
+            loss.backward(upstream)
+        if place.schedule == "auto" and reduction == "mean":
+            break  # no product is left for backward
+    loss.backward(upstream)
+    for leaf, want in zip((x, weight, bias), grads, strict=True):
+        assert_close(leaf.grad, want, 2 * GRADIENT_BOUND[dtype], "gradient of the second try")
+
+
+def test_gradients_half_scaled_are_not_scaled_again(monkeypatch):
+    """Where a failed backward had begun to write, the second says so instead of being wrong or an AttributeError."""
+    x, weight, target, *_ = Case().tensors()
+    loss = fused_linear_cross_entropy(x, weight, target, schedule="single_pass")
+    scale, calls = torch.Tensor.mul_, []
+
+    def failing(matrix, factor):
+        calls.append(matrix)
+        if len(calls) == 2:
+            raise torch.cuda.OutOfMemoryError("planted")
+        scale(matrix, factor)
+
+    monkeypatch.setattr("liger_cutedsl.schedules.kept.scale_in_place", failing)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        loss.backward(torch.tensor(3.0, dtype=loss.dtype))
+    with pytest.raises(RuntimeError, match=r"handed over to an earlier backward.*run forward again"):
+        loss.backward(torch.tensor(3.0, dtype=loss.dtype))
+
+
+def test_a_second_backward_without_retain_graph_says_what_to_do():
+    x, weight, target, *_ = Case(ignored=0.0).tensors()
+    loss = fused_linear_cross_entropy(x, weight, target, schedule="single_pass")
+    loss.backward()
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("amp_dtype", [torch.bfloat16, torch.float16])
@@ -130,6 +377,21 @@ def test_autocast_multiplies_in_its_dtype_and_returns_the_parameters_dtype(place
         # Gradients are written in float32, so dz alone may be rounded to 16 bits.
         bound = GRADIENT_BOUND[torch.float32 if place.engine == "torch" else amp_dtype]
         assert_close(leaf.grad, want, bound, "gradient")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_autocast_leaves_float64_alone(place, reduction):
+    """As torch's own products do."""
+    if torch.float64 not in place.dtypes:
+        pytest.skip("the engine multiplies 16-bit numbers")
+    options = dict(reduction=reduction, label_smoothing=0.1)
+    with torch.autocast(place.device, torch.bfloat16):
+        assert torch.mm(*torch.ones(2, 3, 3, dtype=torch.float64, device=place.device)).dtype == torch.float64
+        check_case(Case(bias=True, device=place.device, options=options), **place.call)
+        x, weight, target, *_ = Case(device=place.device).tensors()
+        with pytest.raises(TypeError, match=r"float64 and torch.float32.*autocast, which casts all but float64"):
+            fused_linear_cross_entropy(x, weight.float(), target)
+        assert liger_cutedsl.explain(x, weight, **place.call).dtype == torch.float64
 
 
 def round_dz_to(monkeypatch, dtype):

@@ -1,17 +1,21 @@
 """torch.compile, activation checkpointing and torch.func: what a graph holds, and that its numbers are eager mode's."""
 
+import functools
+import itertools
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from liger_cutedsl import LigerFusedLinearCrossEntropyFunction, fused_linear_cross_entropy
+from liger_cutedsl import LigerFusedLinearCrossEntropyFunction, LossOptions, fused_linear_cross_entropy
 from liger_cutedsl.objective import LossOutput
 from liger_cutedsl.problem import Gradients
-from reference import GRADIENT_BOUND, assert_close
+from reference import GRADIENT_BOUND, LOSS_BOUND, LOSS_BOUND_FLOAT32, Case, assert_close, reference
+from test_inputs import laid_out
 
 EVERY_OPTION = dict(
     softcap=10.0,
@@ -124,6 +128,163 @@ def test_ligers_operator_in_a_graph(monkeypatch, reduction):
         torch.testing.assert_close(got, want)
 
 
+def plant_ligers_operator(monkeypatch):
+    """The Triton engine on a CPU: Liger's function as it is in dtypes and strides, its arithmetic by PyTorch."""
+
+    def planted(x, weight, target, *, reduction, lse_square_scale, token_grad_output=None, **_):
+        z = x.float() @ weight.float().t()
+        lse = torch.logsumexp(z, dim=1)
+        z_loss, dz = lse_square_scale * lse.square(), torch.softmax(z, dim=1)
+        dz = dz * (1.0 + 2.0 * lse_square_scale * lse)[:, None] - torch.nn.functional.one_hot(target, len(weight))
+        loss = torch.nn.functional.cross_entropy(z, target, reduction="none") + z_loss
+        if reduction == "mean":
+            loss, z_loss, dz = loss.mean(), z_loss.mean(), dz / len(z)
+        dz = dz if token_grad_output is None else dz * token_grad_output[:, None]
+        dx, dw = torch.zeros_like(x), torch.zeros_like(weight)  # with the strides of a transposed x and weight
+        dx.copy_(dz @ weight.float())
+        dw.copy_(dz.t() @ x.float())
+        return loss, z_loss.to(x.dtype), None, None, dx, dw, None
+
+    monkeypatch.setattr("liger_cutedsl.routing._choose_engine", lambda *_: ("triton", "planted"))
+    monkeypatch.setattr("liger_kernel.ops.fused_linear_cross_entropy.fused_linear_cross_entropy_forward", planted)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_ligers_dtypes_and_strides_in_a_graph(monkeypatch, reduction, layout):
+    """Liger's z-loss comes in bfloat16, and its gradients with their parameter's strides: a graph that was told
+    otherwise reads other memory, or stops."""
+    plant_ligers_operator(monkeypatch)
+    torch._dynamo.reset()
+    x, weight, target, *_ = Case(12, 16, 50, dtype=torch.bfloat16, ignored=0.0).tensors()
+    options = dict(reduction=reduction, lse_square_scale=0.1)
+    leaves = [laid_out(v.detach(), layout).requires_grad_() for v in (x, weight)]
+
+    def function(x, weight):
+        out = fused_linear_cross_entropy(x, weight, target, **options, return_z_loss=True)
+        return out.loss * 2.0, out.z_loss * 2.0
+
+    loss, z_loss = torch.compile(function, fullgraph=True, backend="inductor")(*leaves)
+    expected, grads = reference(x, weight, target, None, None, LossOptions(**options))
+    assert loss.dtype == z_loss.dtype == function(*leaves)[1].dtype == torch.float32
+    assert_close(loss, 2 * expected["loss"], LOSS_BOUND_FLOAT32, "loss")
+    assert_close(z_loss, 2 * expected["z_loss"], torch.finfo(torch.bfloat16).eps / 2, "z_loss, rounded once")
+    for got, want in zip(torch.autograd.grad(loss.sum(), leaves), grads[:2], strict=True):
+        assert_close(got, 2 * want, 2 * GRADIENT_BOUND[torch.bfloat16], "gradient, of kept ones times 2")
+    check_op(leaves[0], leaves[1], target, None, None, **options, return_z_loss=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_ligers_real_operator_in_a_graph(layout):
+    x, weight, target, *_ = Case(64, 64, 500, dtype=torch.bfloat16, device="cuda", ignored=0.0).tensors()
+    leaves = [laid_out(v.detach(), layout).requires_grad_() for v in (x, weight)]
+
+    def function(x, weight):
+        out = fused_linear_cross_entropy(x, weight, target, engine="triton", return_z_loss=True, lse_square_scale=0.1)
+        return out.loss * 2.0, out.z_loss * 2.0
+
+    eager, compiled = function(*leaves), torch.compile(function, fullgraph=True)(*leaves)
+    assert eager[1].dtype == compiled[1].dtype == torch.float32
+    for got, want in zip(compiled, eager, strict=True):
+        assert_close(got, want.double(), 1e-5, "compiled against eager")
+    for got, want in zip(torch.autograd.grad(compiled[0], leaves), torch.autograd.grad(eager[0], leaves), strict=True):
+        assert_close(got, want.double(), torch.finfo(torch.bfloat16).eps, "gradient")
+
+
+def check_op(x, weight, target, bias, ce_weight, autocast=None, engine="auto", schedule="auto", mb=None, **options):
+    """torch's own check of the custom op: what it declares against what it does, dtypes and strides among it."""
+    values = [options.get(field.name, field.default) for field in fields(LossOptions)]
+    needs = [v is not None and v.requires_grad for v in (x, weight, bias)]
+    tensors, call = (x, weight, target, bias, ce_weight), (*values, engine, schedule, mb, 1, autocast, *needs)
+    torch.library.opcheck(torch.ops.liger_cutedsl.flce.default, (*tensors, *call))
+    with torch.no_grad():
+        *_, lse, target_logit = torch.ops.liger_cutedsl.flce(*tensors, *call)
+    if lse.numel():
+        loss = torch.ones(len(target) if options.get("reduction") == "none" else (), dtype=lse.dtype, device=x.device)
+        arguments = (loss, lse, target_logit, *(v if v is None else v.detach() for v in tensors), *call)
+        checks = ("test_schema", "test_faketensor")
+        torch.library.opcheck(torch.ops.liger_cutedsl.flce_backward.default, arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "columns"])
+def test_the_ops_do_what_they_declare(layout, dtype, autocast):
+    case = Case(11, 16, 50, dtype=dtype, bias=True, ce_weight=True)
+    x, weight, target, bias, ce_weight = case.tensors()
+    x, weight = (laid_out(v.detach(), layout).requires_grad_() for v in (x, weight))
+    for options in (dict(return_z_loss=True), dict(**EVERY_OPTION, reduction="none"), dict(schedule="recompute")):
+        check_op(x, weight, target, bias, ce_weight, autocast, **options)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_inductor_under_autocast(dtype, reduction):
+    """float64 stays as it is, float32 is multiplied in bfloat16: in a graph as in eager mode. All are transposed."""
+    torch._dynamo.reset()
+    x, weight, target, bias, _ = Case(11, 16, 50, dtype=dtype, bias=True).tensors()
+    leaves = [laid_out(v.detach(), "transposed").requires_grad_() for v in (x, weight, bias)]
+
+    def function(x, weight, bias):
+        with torch.autocast("cpu", torch.bfloat16):
+            return fused_linear_cross_entropy(x, weight, target, bias=bias, reduction=reduction) * 2.0
+
+    rounded = [v if dtype == torch.float64 else v.detach().bfloat16() for v in (x, weight)]
+    upstream = torch.linspace(0.5, 1.5, 11, dtype=torch.float64) if reduction == "none" else None
+    expected, grads = reference(*rounded, target, bias, None, LossOptions(reduction=reduction), upstream)
+    for run in (function, torch.compile(function, fullgraph=True, backend="inductor")):
+        loss = run(*leaves)
+        assert loss.dtype == dtype
+        assert_close(loss, 2 * expected["loss"], LOSS_BOUND.get(dtype, LOSS_BOUND_FLOAT32), "loss")
+        found = torch.autograd.grad(loss, leaves, None if upstream is None else upstream.to(dtype))
+        for got, want in zip(found, grads, strict=True):
+            assert got.dtype == dtype
+            assert_close(got, 2 * want, GRADIENT_BOUND[dtype], "gradient")
+
+
+# aot_eager and inductor raise by themselves, as for any operator, where a gradient leads to an input of the graph
+@pytest.mark.parametrize(
+    "backend, words",
+    [("eager", "no second derivative"), ("aot_eager", "double backward"), ("inductor", "double backward")],
+)
+@pytest.mark.parametrize("name", ["plain", "none", "recompute"])
+def test_second_derivatives_of_a_graph_are_refused(name, backend, words):
+    x, weight, target, bias, _ = Case(6, 16, 40, bias=True).tensors()
+    leaves = (x, weight, bias)
+    torch._dynamo.reset()
+
+    def loss_of(x, weight, bias):
+        x = torch.tanh(x) if backend == "eager" else x
+        return fused_linear_cross_entropy(x, weight, target, bias=bias, **CALLS[name]).sum()
+
+    compiled = torch.compile(loss_of, fullgraph=True, backend=backend)
+    expected = torch.autograd.grad(loss_of(*leaves), leaves)
+    for first, second in itertools.product(range(3), range(3)):
+        loss = compiled(*leaves)
+        grads = torch.autograd.grad(loss, leaves, create_graph=True)
+        for got, want in zip(grads, expected, strict=True):
+            assert_close(got, want, GRADIENT_BOUND[torch.float64], "first gradient")
+        with pytest.raises(RuntimeError, match=words):
+            torch.autograd.grad(loss + grads[first].square().sum(), leaves[second])
+    if backend == "eager":
+        for function, arguments in (("hessian", ()), ("hvp", (torch.ones_like(x),)), ("vhp", (torch.ones_like(x),))):
+            with pytest.raises(RuntimeError, match=words):
+                ask = getattr(torch.autograd.functional, function)
+                ask(lambda x: compiled(x, weight, bias), x.detach(), *arguments)
+
+
+def test_a_graphs_gradients_need_the_weight_to_be_there():
+    for backend in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        compiled = torch.compile(fused_linear_cross_entropy, fullgraph=True, backend=backend)
+        x, weight, target, *_ = Case().tensors()
+        loss = compiled(x, weight, target, reduction="none")
+        weight.untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match=r"weight of shape .* has no memory.*Keep it gathered"):
+            loss.sum().backward()
+
+
 def test_ligers_class_in_one_graph():
     head, x = torch.nn.Linear(16, 100), torch.randn(8, 16, requires_grad=True)
     target = torch.randint(0, 100, (8,))
@@ -199,6 +360,75 @@ def test_activation_checkpointing(place, reentrant, reduction):
         gradients(lambda leaf: checkpoint(loss, leaf, use_reentrant=reentrant)), gradients(loss), strict=True
     ):
         assert torch.equal(got, want)
+
+
+def test_a_checkpointed_loss_is_not_computed_again_for_nothing(monkeypatch):
+    """Its gradients are there; nothing that backward reads may make the checkpoint run forward a second time."""
+    x, weight, target, *_ = Case(ignored=0.0).tensors()
+    from liger_cutedsl import running
+
+    calls, forward_of = [], running.forward_of
+    monkeypatch.setattr(running, "forward_of", lambda call: calls.append(call) or forward_of(call))
+    checkpoint(fused_linear_cross_entropy, x, weight, target, use_reentrant=False).backward()
+    assert len(calls) == 1 and weight.grad is not None
+
+
+POLICIES = {
+    "everything": lambda name: True,
+    "products": lambda name: "mm" in name,
+    "products with a bias": lambda name: "addmm" in name,
+    "nothing": lambda name: False,
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_selective_activation_checkpointing(place, reduction, policy):
+    """What a policy saves are the results around the operator; none of the products inside, which reuse memory."""
+    device, dtype = place.device, place.dtypes[0]
+    seen = []
+
+    def decide(_context, op, *_arguments, **_options):
+        seen.append(str(op))
+        save = POLICIES[policy](str(op))
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, decide)
+    inner = torch.randn(16, 16, dtype=dtype, device=device, requires_grad=True)
+    case = Case(40, 16, 300, dtype=dtype, device=device, bias=True)
+    x, weight, target, bias, _ = case.tensors()
+    leaves = (x, inner, weight, bias)
+
+    def loss(x, inner, weight, bias):
+        hidden = torch.tanh(x @ inner)
+        return fused_linear_cross_entropy(hidden, weight, target, bias=bias, reduction=reduction, **place.call).sum()
+
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    for _ in range(2):
+        got = checkpoint(loss, *leaves, use_reentrant=False, context_fn=contexts)
+        for g, want in zip(torch.autograd.grad(got, leaves), expected, strict=True):
+            assert torch.equal(g, want)
+    assert any("aten.mm.default" in op for op in seen), "the policy was asked about the product outside"
+    assert not any("out" in op for op in seen)
+
+
+def test_other_modes_see_what_happens_inside_a_checkpoint():
+    """Only checkpointing's own modes are kept from looking in: a FLOP counter still counts."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x, weight, target, *_ = Case(40, 16, 300, ignored=0.0).tensors()
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+
+    def flops(run):
+        with FlopCounterMode(display=False) as counter:
+            run()
+        return counter.get_total_flops()
+
+    def loss():
+        return fused_linear_cross_entropy(x, weight, target, schedule="single_pass")
+
+    assert flops(loss) == 3 * 2 * 40 * 16 * 300
+    assert flops(lambda: checkpoint(loss, use_reentrant=False, context_fn=contexts)) == flops(loss)
 
 
 def test_function_transforms_are_refused_by_name():

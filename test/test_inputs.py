@@ -257,6 +257,80 @@ def test_bad_environment_variable_is_named(monkeypatch, variable):
         fused_linear_cross_entropy(X, W, T)
 
 
+class Wrapping(torch.Tensor):
+    """A tensor whose numbers are in another, as quantised weights are: no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = torch.utils._pytree.tree_map_only(cls, lambda v: v.inner, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class OverItsOwnMemory(torch.Tensor):
+    """A subclass that only watches what is done with it, as frameworks' tagged tensors do."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+class TaggedParameter(torch.nn.Parameter):
+    pass
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "target", "bias", "ce_weight"])
+def test_what_has_no_memory_to_read_is_refused_by_name(monkeypatch, place, name):
+    """Before anything is launched: a kernel would read address 0, and take the process with it."""
+    monkeypatch.setattr("liger_cutedsl.running.make_engine", lambda *_: pytest.fail("something was launched"))
+    case = Case(bias=True, ce_weight=True, dtype=place.dtypes[0], device=place.device)
+    tensors = dict(zip(("x", "weight", "target", "bias", "ce_weight"), case.tensors(), strict=True))
+    freed = tensors[name].detach().clone()
+    freed.untyped_storage().resize_(0)
+    for bad, error, words in (
+        (
+            Wrapping(tensors[name].detach()),
+            TypeError,
+            f"{name} is a Wrapping, which keeps its numbers in other tensors",
+        ),
+        (freed, RuntimeError, f"{name} of shape .* has no memory: its storage was freed"),
+        (tensors[name].detach().to_sparse(), TypeError, f"{name} must be a dense tensor, got .*sparse"),
+    ):
+        with pytest.raises(error, match=words):
+            fused_linear_cross_entropy(**{**tensors, name: bad}, **place.call)
+
+
+def test_an_ungathered_parameter_is_named():
+    with pytest.raises(ValueError, match=r"weight must have shape .*got \(0,\).*must be gathered around forward and"):
+        fused_linear_cross_entropy(X, torch.nn.Parameter(torch.empty(0)), T)
+
+
+def test_subclasses_over_their_own_memory_are_read(place):
+    case = Case(bias=True, dtype=place.dtypes[0], device=place.device)
+    x, weight, target, bias, _ = case.tensors()
+    expected = fused_linear_cross_entropy(x, weight, target, bias=bias, **place.call)
+    wanted = torch.autograd.grad(expected, (x, weight, bias))
+    storage = torch.cat([weight.detach().flatten(), bias.detach()])  # as FSDP lays parameters out
+    flat = storage[: weight.numel()].view(weight.shape).requires_grad_()
+    watched = tuple(v.detach().as_subclass(OverItsOwnMemory) for v in (x, weight, bias))
+    for other in (
+        *((watched,) if place.engine == "torch" else ()),  # what CuTe DSL takes is its own affair
+        (x, TaggedParameter(weight.detach()), torch.nn.Parameter(bias.detach())),
+        (x, flat, storage[weight.numel() :].requires_grad_()),
+    ):
+        leaves = [v.requires_grad_() for v in other]
+        loss = fused_linear_cross_entropy(leaves[0], leaves[1], target, bias=leaves[2], **place.call)
+        assert torch.equal(torch.Tensor(loss), expected)
+        for got, want in zip(torch.autograd.grad(loss, leaves), wanted, strict=True):
+            assert torch.equal(got.as_subclass(torch.Tensor), want)
+
+
 def test_dtensor_weight_says_what_to_pass():
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -268,5 +342,13 @@ def test_dtensor_weight_says_what_to_pass():
         weight = distribute_tensor(W, init_device_mesh("cpu", (1,)), [Shard(0)])
         with pytest.raises(TypeError, match=r"weight is a DTensor.*FSDP2.*weight.full_tensor\(\)"):
             fused_linear_cross_entropy(X, weight, T)
+        words = r"weight.full_tensor\(grad_placements=\[Partial\('avg'\)\]\).*the bias likewise.*head.unshard\(\)"
+        with pytest.raises(TypeError, match=words):
+            fused_linear_cross_entropy(X, weight, T)
+        bias = distribute_tensor(torch.zeros(10), init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(
+            TypeError, match=r"bias is a DTensor.*bias.full_tensor\(grad_placements=\[Partial\('avg'\)\]"
+        ):
+            fused_linear_cross_entropy(X, W, T, bias=bias)
     finally:
         dist.destroy_process_group()

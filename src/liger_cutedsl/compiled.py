@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from liger_cutedsl.derivatives import refuse_second_derivative
 from liger_cutedsl.engines import KernelFailure
 from liger_cutedsl.objective import LossOutput, RowStatistics, row_weights
 from liger_cutedsl.options import LossOptions
@@ -106,9 +107,9 @@ def run_compiled(
     )
     return LossOutput(
         loss,
-        z_loss.detach() if options["return_z_loss"] else None,
-        accuracy.detach() if options["return_token_accuracy"] else None,
-        predicted.detach() if options["return_predicted_tokens"] else None,
+        z_loss if options["return_z_loss"] else None,
+        accuracy if options["return_token_accuracy"] else None,
+        predicted if options["return_predicted_tokens"] else None,
     )
 
 
@@ -132,8 +133,9 @@ def _flce(*arguments):
 
 
 def _filled(problem: Problem, *results: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """An op returns tensors: empty ones for what there is not."""
-    return tuple(problem.x.new_empty(0) if v is None else v for v in results)
+    """An op returns tensors, as its fake says: contiguous (Liger's gradients have the strides of their parameters), and
+    empty ones for what there is not."""
+    return tuple(problem.x.new_empty(0) if v is None else v.contiguous() for v in results)
 
 
 def _prepared(call: _Call):
@@ -192,6 +194,7 @@ def _flce_backward(grad, lse, target_logit, *arguments):
     """(dx, dW, db) for the upstream gradient, () or (N,), empty where not needed."""
     call = _Call.of(arguments[:5], arguments[5:])
     with call.context():
+        check_tensors(call.problem)
         prepared = _prepared(call)
         rows, state = prepared.rows, None
         if prepared.route.engine != "triton":
@@ -216,19 +219,32 @@ def _setup_context(ctx, inputs, output):
         ctx.in_forward = _gradients_in_forward(call)
     ctx.wanted, ctx.needs, ctx.call = call.wanted, call.needs, inputs[5:]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*(output[4:7] if ctx.in_forward else (*output[7:], *inputs[:5])))
+    ctx.mark_non_differentiable(*output[1:])
+    if ctx.in_forward:
+        differentiated = [v if need else None for v, need in zip((*inputs[:2], inputs[3]), call.needs, strict=True)]
+        ctx.save_for_backward(*output[4:7], *differentiated)
+    else:
+        ctx.save_for_backward(*output[7:], *inputs[:5])
 
 
-def _backward(ctx, grad, *_metrics):
+def _backward(ctx, grad, *_others):
     found = Gradients()
     if grad is not None:
         if ctx.in_forward:
+            *kept, x, weight, bias = ctx.saved_tensors
+            factor = torch.ops.liger_cutedsl.flce_factor(grad, x, weight, bias)
             dtypes = (ctx.wanted.x, ctx.wanted.weight, ctx.wanted.bias)
-            computed = [None if d is None else (k * grad).to(d) for k, d in zip(ctx.saved_tensors, dtypes, strict=True)]
+            computed = [None if d is None else (k * factor).to(d) for k, d in zip(kept, dtypes, strict=True)]
         else:
             computed = torch.ops.liger_cutedsl.flce_backward(grad, *ctx.saved_tensors, *ctx.call)
         found = Gradients(*(g if need else None for g, need in zip(computed, ctx.needs, strict=True)))
     return found.x, found.weight, None, found.bias, None, *([None] * len(ctx.call))
+
+
+def _flce_factor(grad, *_inputs):
+    """What kept gradients are multiplied by. The inputs are not read: they are there so that autograd finds this node,
+    which refuses, on its way from a gradient to any of them."""
+    return grad.clone()
 
 
 def _define(name: str, schema: str, function, fake):
@@ -245,4 +261,10 @@ _define(
     f"(Tensor grad, Tensor lse, Tensor target_logit, {_TENSORS}, {_CALL}) -> (Tensor, Tensor, Tensor)",
     _flce_backward,
     _flce_backward_fake,
-)
+).register_autograd(refuse_second_derivative)
+_define(
+    "flce_factor",
+    "(Tensor grad, Tensor? x, Tensor? weight, Tensor? bias) -> Tensor",
+    _flce_factor,
+    _flce_factor,
+).register_autograd(refuse_second_derivative)

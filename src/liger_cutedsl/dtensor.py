@@ -7,9 +7,12 @@ from liger_cutedsl.problem import Problem, is_dtensor
 from liger_cutedsl.routing import Settings
 
 _FSDP_OR_TP = (
-    "Under FSDP2 each rank has its own x, and the sharded parameter has to be whole: call the loss inside the module "
-    "that owns it, or pass weight.full_tensor(). Under tensor parallelism x is the same on every rank: pass it as "
-    "DTensor.from_local(x, mesh, [Replicate()]), or call vocab_parallel_fused_linear_cross_entropy on the local tensors"
+    "Under FSDP2 each rank has its own x, and the sharded parameter has to be whole: call the loss in the forward of "
+    "the module that owns it; or pass weight.full_tensor(grad_placements=[Partial('avg')]), a Partial for each mesh "
+    "dimension, and the bias likewise (weight.full_tensor() alone would leave each rank only its own share of the "
+    "gradient); or call head.unshard() before, where the head lies in a model that fully_shard took as a whole. Under "
+    "tensor parallelism x is the same on every rank: pass it as DTensor.from_local(x, mesh, [Replicate()]), or call "
+    "vocab_parallel_fused_linear_cross_entropy on the local tensors"
 )
 
 

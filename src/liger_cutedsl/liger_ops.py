@@ -66,9 +66,14 @@ def fused_linear_cross_entropy_forward(
     """Liger-Kernel's function of this name, outside autograd; its arguments in its order.
 
     Returns (loss, z_loss, token_accuracy, predicted_tokens, grad_input, grad_weight, grad_bias): the gradients for
-    an upstream gradient of token_grad_output (N,), or of 1; None where not computed. compute_gradients and
-    weight_requires_grad default to what _input and weight say.
+    an upstream gradient of token_grad_output (N,), or of 1; None where not computed. token_grad_output weighs each
+    token's share of the gradients, of a mean or sum too, and not the loss. compute_gradients and weight_requires_grad
+    default to what _input and weight say.
     """
+    if token_grad_output is not None and token_grad_output.shape != target.shape:
+        raise ValueError(
+            f"token_grad_output must have target's shape {tuple(target.shape)}, got {tuple(token_grad_output.shape)}"
+        )
     options = LossOptions.from_arguments(locals())
     problem = Problem(_input, weight, target, bias, ce_weight, options)
     wants = _input.requires_grad if compute_gradients is None else compute_gradients

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from liger_cutedsl.options import LossOptions
+from liger_cutedsl.readable import check_readable
 
+TENSORS = ("x", "weight", "target", "bias", "ce_weight")
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -85,8 +87,8 @@ class Problem:
 
     @property
     def gemm_dtype(self) -> torch.dtype:
-        """The dtype x and weight are multiplied in: autocast's, where it is on, as in torch's own linear."""
-        return autocast_dtype(self.device) or self.x.dtype
+        """The dtype x and weight are multiplied in."""
+        return product_dtype(self.x)
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,16 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type)
 
 
+def product_dtype(matrix: torch.Tensor) -> torch.dtype:
+    """The dtype a matrix enters a product in: autocast's, where it is on, and float64 as it is, as in torch's linear.
+
+    So a call computes in float64 exactly where x is float64, in whatever context its gradients are asked for.
+    """
+    if matrix.dtype == torch.float64:
+        return torch.float64
+    return autocast_dtype(matrix.device) or matrix.dtype
+
+
 def wanted_gradients(problem: Problem) -> WantedGradients:
     """The gradients autograd will ask for, as seen at the entrance."""
     return WantedGradients.of(problem, gradients_needed(problem.x, problem.weight, problem.bias))
@@ -161,7 +173,7 @@ def check_tensors(problem: Problem, empty_shard: bool = False) -> None:
     empty_shard: weight may have no rows, as a rank's share of a split vocabulary.
     """
     x, weight, target = problem.x, problem.weight, problem.target
-    for name in ("x", "weight", "target", "bias", "ce_weight"):
+    for name in TENSORS:
         _check_tensor(name, getattr(problem, name), optional=name in ("bias", "ce_weight"))
     if x.dim() != 2:
         raise ValueError(
@@ -176,6 +188,10 @@ def check_tensors(problem: Problem, empty_shard: bool = False) -> None:
     ):
         raise ValueError(
             f"weight must have shape (V, H) with V ≥ 1 and H = {x.shape[1]} ≥ 1 as in x, got {tuple(weight.shape)}"
+            + (
+                ": a parameter that is sharded (ZeRO-3) must be gathered around forward and backward"
+                * (not weight.numel())
+            )
         )
     if target.dim() != 1 or target.shape[0] != x.shape[0]:
         raise ValueError(f"target must have shape ({x.shape[0]},) as x has rows, got {tuple(target.shape)}")
@@ -199,8 +215,10 @@ def _check_tensor(name, value, optional) -> None:
         raise TypeError(f"{name} must be a torch.Tensor{' or None' if optional else ''}, got {type(value)}")
     if is_dtensor(value):
         raise TypeError(
-            f"{name} is a DTensor, which only goes with a weight and an x that are: pass {name}.full_tensor()"
+            f"{name} is a DTensor, which only goes with a weight and an x that are: pass {name}.full_tensor(), of what "
+            f"is trained under FSDP2 {name}.full_tensor(grad_placements=[Partial('avg')]), which sums over the ranks"
         )
+    check_readable(name, value)
 
 
 def _check_dtypes(problem: Problem) -> None:
@@ -208,10 +226,10 @@ def _check_dtypes(problem: Problem) -> None:
     for name, value in (("x", x), ("weight", weight)):
         if value.dtype not in FLOAT_DTYPES:
             raise TypeError(f"{name} must be bfloat16, float16, float32 or float64, got {value.dtype}")
-    if x.dtype != weight.dtype and autocast_dtype(x.device) is None:
+    if x.dtype != weight.dtype and weight.device == x.device and product_dtype(x) != product_dtype(weight):
         raise TypeError(
             f"x and weight must have one dtype, got {x.dtype} and {weight.dtype}: cast one of them, or call "
-            f"under torch.autocast"
+            f"under torch.autocast, which casts all but float64"
         )
     for name in ("weight", "target", "bias", "ce_weight"):
         value = getattr(problem, name)

@@ -10,10 +10,21 @@ from typing import NamedTuple
 
 import torch
 
+from liger_cutedsl.checkpointing import unseen_by_checkpoints
+from liger_cutedsl.derivatives import refuse_batched_upstream, without_second_derivative
 from liger_cutedsl.dtensor import run_dtensor
 from liger_cutedsl.engines import KernelFailure, make_engine
 from liger_cutedsl.objective import LossOutput
-from liger_cutedsl.problem import Gradients, Problem, WantedGradients, check_tensors, is_dtensor, wanted_gradients
+from liger_cutedsl.problem import (
+    TENSORS,
+    Gradients,
+    Problem,
+    WantedGradients,
+    check_tensors,
+    is_dtensor,
+    wanted_gradients,
+)
+from liger_cutedsl.readable import check_still_readable
 from liger_cutedsl.routing import Route, Settings, choose_route, give_up_on_cute, warn_about_fallback
 from liger_cutedsl.rows import NotDense, Rows, TargetCheck
 from liger_cutedsl.schedules.kept import KeptGradients
@@ -22,7 +33,10 @@ _SCHEDULE_MODULES = {"recompute": "recompute", "single_pass": "single_pass", "li
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
-    """Runs a route's schedule: its forward now, its backward when the upstream gradient is there."""
+    """Runs a route's schedule: its forward now, its backward when the upstream gradient is there.
+
+    Besides the results it returns an empty tensor, which backward finds connected to this node, and so to all inputs.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, bias, call: _Call):
@@ -32,42 +46,27 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         inputs = (None,) * 5
         if not isinstance(state, KeptGradients):
             inputs = (x, weight, call.target, bias, problem.ce_weight)
-        ctx.save_for_backward(*inputs, rows.keep, rows.drop, rows.masked)
+        origin = x.new_empty(0) if call.wanted else None
+        ctx.save_for_backward(*inputs, rows.keep, rows.drop, rows.masked, origin)
+        ctx.saves = not isinstance(state, KeptGradients) or rows.keep is not None
+        ctx.shapes = {name: t.shape for name, t in zip(TENSORS, inputs, strict=True) if t is not None}
         ctx.call = call._replace(problem=None, rows=None, target=None, confirm=None)  # what holds no tensors
         ctx.options, ctx.dense, ctx.state = problem.options, problem.dense, state
         ctx.mark_non_differentiable(*(metric for metric in output[1:] if metric is not None))
-        return tuple(output)
+        return *output, origin
 
     @staticmethod
-    def backward(ctx, grad_output, *_metrics):
-        *inputs, keep, drop, masked = ctx.saved_tensors
+    def backward(ctx, grad_output, *_others):
+        refuse_batched_upstream(grad_output)
+        # Not read in vain: activation checkpointing would run the whole forward again to have them.
+        reads = ctx.saves or torch.is_grad_enabled()
+        *inputs, keep, drop, masked, origin = ctx.saved_tensors if reads else (None,) * 9
+        check_still_readable(ctx.shapes, dict(zip(TENSORS, inputs, strict=True)))
         rows = Rows(keep, drop, masked)
         with torch.no_grad():
             problem = None if inputs[0] is None else rows.compact(Problem(*inputs, ctx.options, ctx.dense))
             found = gradients_of(ctx.call._replace(problem=problem, rows=rows), ctx.state, grad_output)
-        return (*without_second_derivative(found.x, found.weight, found.bias), None)
-
-
-def without_second_derivative(*gradients: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """What a backward returns. Under create_graph=True, differentiating it fails: it must not vanish."""
-    if not torch.is_grad_enabled():
-        return list(gradients)
-    return [g if g is None else _NoSecondDerivative.apply(g.requires_grad_()) for g in gradients]
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """The identity, which raises when it is differentiated."""
-
-    @staticmethod
-    def forward(ctx, gradient):
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise RuntimeError(
-            "fused linear cross entropy has no second derivative: leave create_graph=True out, or compute this loss "
-            "with torch.nn.functional.cross_entropy"
-        )
+        return (*without_second_derivative((found.x, found.weight, found.bias), grad_output, origin), None)
 
 
 def _schedule(route: Route):
@@ -109,12 +108,15 @@ def _begin_dense(check: TargetCheck, settings: Settings, wanted: WantedGradients
 
 def between_graphs(function):
     """What compiled.py does not trace runs between two graphs: torch.compiler.disable, put off until something is being
-    traced, because it imports torch._dynamo, which takes a second."""
+    traced, because it imports torch._dynamo, which takes a second. And beneath the modes of activation checkpointing.
+    """
 
     @functools.wraps(function)
     def eager(*arguments):
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*arguments)
+            return torch.compiler.disable(eager)(*arguments)
+        if torch._C._len_torch_dispatch_stack():
+            return unseen_by_checkpoints(function, arguments)
         return function(*arguments)
 
     return eager
@@ -134,7 +136,7 @@ def gradients_of(call: _Call, state, upstream: torch.Tensor) -> Gradients:
     """
     problem, route, upstream = call.problem, call.route, call.rows.select(upstream)
     if isinstance(state, KeptGradients):
-        return call.rows.spread_gradients(state.for_upstream(upstream))
+        return state.for_upstream(upstream, call.rows)
     try:
         found = _schedule(route).backward(make_engine(route.engine), problem, route, call.wanted, state, upstream)
     except KernelFailure as failure:
@@ -149,14 +151,13 @@ def run(problem: Problem, settings: Settings) -> LossOutput:
     if is_dtensor(problem.weight) or is_dtensor(problem.x):
         return run_dtensor(problem, settings)
     check_tensors(problem)
-    _refuse_function_transforms(problem)
-    wanted, apply = wanted_gradients(problem), _FusedLinearCrossEntropy.apply
+    wanted = wanted_gradients(problem)
     with torch.no_grad():
         check = TargetCheck(problem)
         call = _begin_dense(check, settings, wanted)
     if call is not None:
         try:
-            return LossOutput(*apply(problem.x, problem.weight, problem.bias, call))
+            return _applied(problem, call)
         except NotDense:
             pass  # nothing was handed out; the rows that count are computed below
         except KernelFailure as failure:
@@ -164,31 +165,50 @@ def run(problem: Problem, settings: Settings) -> LossOutput:
     with torch.no_grad():
         call = prepare(check, settings, wanted)
     try:
-        return LossOutput(*apply(problem.x, problem.weight, problem.bias, call))
+        return _applied(problem, call)
     except KernelFailure as failure:
         give_up_on_cute(failure, settings)
         return run(problem, settings)
 
 
-def _refuse_function_transforms(problem: Problem) -> None:
-    for name in ("x", "weight", "target", "bias", "ce_weight"):
-        value = getattr(problem, name)
-        if value is not None and torch._C._functorch.is_functorch_wrapped_tensor(value):
-            raise RuntimeError(
-                f"{name} is inside a torch.func transform (grad, vmap, jacrev, ...), which fused linear cross entropy "
-                "does not support: use torch.autograd.grad, and reduction='none' for one loss a row"
-            )
+def _applied(problem: Problem, call: _Call) -> LossOutput:
+    *output, _origin = _FusedLinearCrossEntropy.apply(problem.x, problem.weight, problem.bias, call)
+    return LossOutput(*output)
+
+
+def _with_gradients_in_backward(call: _Call) -> _Call:
+    """The same call by a schedule that takes an upstream gradient (N,), on the same engine.
+
+    Liger's operator stays: its backward takes one, whatever the reduction.
+    """
+    if call.route.schedule != "single_pass":
+        return call
+    if call.settings.schedule == "single_pass":
+        raise RuntimeError(
+            "schedule 'single_pass' was asked for but cannot run this call: it sums the tokens' gradients in forward, "
+            "before it knows an upstream gradient for each. Unset LIGER_CUTEDSL_SCHEDULE to let it take another"
+        )
+    settings = replace(call.settings, engine=call.route.engine, schedule="recompute")
+    return call._replace(route=choose_route(call.problem, call.wanted, settings))
 
 
 def run_with_gradients(
     problem: Problem, settings: Settings, wanted: WantedGradients, upstream: torch.Tensor | None
 ) -> tuple[LossOutput, Gradients]:
-    """A problem and its gradients in one go, outside autograd, for an upstream gradient () or (N,), or of 1."""
+    """A problem and its gradients in one go, outside autograd, for an upstream gradient () or (N,), or of 1.
+
+    (N,) for a mean or a sum weighs each token's share of it.
+    """
     check_tensors(problem)
     with torch.no_grad():
         call = prepare(TargetCheck(problem), settings, wanted)
+        begun = call
+        if wanted and upstream is not None and upstream.dim():
+            call = begun = _with_gradients_in_backward(call)
+            if call.route.schedule == "liger":  # what its forward would keep is for one number
+                begun = call._replace(wanted=WantedGradients())
         try:
-            output, state = forward_of(call)
+            output, state = forward_of(begun)
         except KernelFailure as failure:
             give_up_on_cute(failure, settings)
             return run_with_gradients(problem, settings, wanted, upstream)

@@ -16,14 +16,16 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from liger_cutedsl.derivatives import refuse_batched_upstream, without_second_derivative
 from liger_cutedsl.engines import make_engine
 from liger_cutedsl.epilogues import EXACT_INDICES
 from liger_cutedsl.objective import LossOutput, RowStatistics, RowWeights, loss_terms, over_parts, row_weights
 from liger_cutedsl.options import LossOptions
-from liger_cutedsl.problem import Problem, WantedGradients, check_tensors, wanted_gradients
+from liger_cutedsl.problem import TENSORS, Problem, WantedGradients, check_tensors, wanted_gradients
+from liger_cutedsl.readable import check_still_readable
 from liger_cutedsl.routing import Route, Settings, choose_route
 from liger_cutedsl.rows import Rows, TargetCheck
-from liger_cutedsl.running import between_graphs, without_second_derivative
+from liger_cutedsl.running import between_graphs
 from liger_cutedsl.schedules import recompute
 
 
@@ -127,7 +129,9 @@ class _VocabParallel(torch.autograd.Function):
         stats, weights = _gathered(shard, whole, kept, stats)
         output = rows.spread_output(loss_terms(stats, weights, whole))
         state = recompute.RecomputeState(RowStatistics(stats.lse, stats.target_logit), weights, exponentials)
-        ctx.save_for_backward(x, weight, problem.target, bias, problem.ce_weight, rows.keep, rows.drop, rows.masked)
+        tensors = (x, weight, problem.target, bias, problem.ce_weight)
+        ctx.save_for_backward(*tensors, rows.keep, rows.drop, rows.masked)
+        ctx.shapes = {name: t.shape for name, t in zip(TENSORS, tensors, strict=True) if t is not None}
         ctx.call = (problem.options, whole.dense, shard, wanted, route, state)
         ctx.mark_non_differentiable(*(metric for metric in output[1:] if metric is not None))
         return tuple(output)
@@ -136,6 +140,8 @@ class _VocabParallel(torch.autograd.Function):
     def backward(ctx, grad_output, *_metrics):
         options, dense, shard, wanted, route, state = ctx.call
         *tensors, keep, drop, masked = ctx.saved_tensors
+        refuse_batched_upstream(grad_output)
+        check_still_readable(ctx.shapes, dict(zip(TENSORS, tensors, strict=True)))
         rows = Rows(keep, drop, masked)
         problem = Problem(*tensors, options)
         local = shard.local(replace(rows.compact(problem), dense=dense))
@@ -144,7 +150,8 @@ class _VocabParallel(torch.autograd.Function):
             found = rows.spread_gradients(found)
             padding = problem.vocab - shard.valid
             weight, bias = (_padded(g, padding) for g in (found.weight, found.bias))
-        return *without_second_derivative(found.x, weight, bias), None, None, None, None
+        inputs = (problem.x, problem.weight, problem.bias)
+        return *without_second_derivative((found.x, weight, bias), grad_output, *inputs), None, None, None, None
 
 
 def _route(local: Problem, wanted: WantedGradients, settings: Settings) -> Route:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from liger_cutedsl.gemm import scale_in_place
 from liger_cutedsl.problem import Gradients, WantedGradients
 
+if TYPE_CHECKING:
+    from liger_cutedsl.rows import Rows
+
 
 @dataclass
 class KeptGradients:
-    """The gradients for an upstream gradient of 1, None once they were handed over; the dtypes to return them in."""
+    """Gradients for an upstream gradient of 1, None from when they began to be handed over; the dtypes to return."""
 
     gradients: Gradients | None
     wanted: WantedGradients
@@ -23,21 +27,29 @@ class KeptGradients:
         known, because what a loss scale makes of them may fit where they do not."""
         return cls(sums.each(lambda g, dtype: g if dtype == torch.float16 else g.to(dtype), wanted), wanted)
 
-    def for_upstream(self, factor: torch.Tensor) -> Gradients:
-        """Handed over, scaled in place; or scaled copies, while the graph is kept for another backward."""
-        gradients, kept = self.gradients, graph_is_kept()
-        if not kept:
-            self.gradients = None
+    def for_upstream(self, factor: torch.Tensor, rows: Rows) -> Gradients:
+        """In their rows' places and handed over, scaled in place; or scaled copies, while the graph is kept for another
+        backward. What takes memory comes first: where there is none, another backward finds everything as it was.
+        """
+        if self.gradients is None:
+            raise RuntimeError(
+                "the gradients of this loss were handed over to an earlier backward, whether or not it came to an end: "
+                "run forward again, or call the earlier one with retain_graph=True"
+            )
+        kept, in_place = graph_is_kept(), self.gradients.each(lambda g, dtype: g.dtype == dtype, self.wanted)
 
-        def scaled(gradient, dtype):
+        def copied(gradient, dtype):
             if gradient.dtype != dtype:  # rounded once, on the way
                 return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
-            if kept:
-                return gradient * factor
-            scale_in_place(gradient, factor)
-            return gradient
+            return gradient * factor if kept else gradient
 
-        return gradients.each(scaled, self.wanted)
+        gradients = rows.spread_gradients(self.gradients.each(copied, self.wanted))
+        if not kept:
+            self.gradients = None
+            for name in ("x", "weight", "bias"):
+                if getattr(in_place, name):
+                    scale_in_place(getattr(gradients, name), factor)
+        return gradients
 
 
 def graph_is_kept() -> bool:

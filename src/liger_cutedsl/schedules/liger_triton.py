@@ -68,6 +68,7 @@ def _call(problem: Problem, route: Route, wanted: WantedGradients, token_grad_ou
             compute_gradients=bool(wanted),
             weight_requires_grad=wanted.weight is not None,
         )
+    z_loss = None if z_loss is None else z_loss.float()  # Liger's comes in the input's dtype
     dtypes = (wanted.x, wanted.weight, wanted.bias)
     gradients = Gradients(*(None if d is None else g.to(d) for d, g in zip(dtypes, grads, strict=True)))
     return LossOutput(loss, z_loss, accuracy, predicted), gradients
