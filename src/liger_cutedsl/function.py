@@ -6,7 +6,7 @@ import torch
 
 from liger_cutedsl.compiled import run_compiled
 from liger_cutedsl.objective import LossOutput
-from liger_cutedsl.options import LossOptions
+from liger_cutedsl.options import LossOptions, python_scalar
 from liger_cutedsl.problem import Problem, check_tensors, is_dtensor, wanted_gradients
 from liger_cutedsl.routing import Route, Settings, choose_route
 from liger_cutedsl.running import run
@@ -103,7 +103,7 @@ class LigerFusedLinearCrossEntropyFunction:
             tensors = (_input, weight, target, bias, ce_weight)
             return tuple(run_compiled(*tensors, chunk_mem_const=chunk_mem_const, **options))
         problem = Problem(_input, weight, target, bias, ce_weight, LossOptions(**options))
-        return tuple(run(problem, Settings.resolve(chunk_mem_const=chunk_mem_const)))
+        return tuple(run(problem, Settings.resolve(chunk_mem_const=python_scalar(chunk_mem_const))))
 
 
 def explain(
