@@ -302,6 +302,28 @@ def test_numpy_scalars_are_options(through):
     check(out.loss, x, w, **plain)
 
 
+def test_numpy_scalars_under_torch_compile():
+    """They are tensors there: the call runs between two graphs, or says so where there may be one graph only."""
+
+    def loss(x, w):
+        return liger_cutedsl.fused_linear_cross_entropy(2 * x, w, T, softcap=np.float32(5.0), reduction="sum") / 2
+
+    x, w = leaves()
+    torch._dynamo.reset()
+    found = torch.compile(loss)(x, w)
+    found.backward()
+    a, b = leaves()
+    logits = 5 * torch.tanh(2 * a @ b.T / 5)
+    want = torch.nn.functional.cross_entropy(logits, T, reduction="sum") / 2
+    want.backward()
+    assert_close(found, want, FLOAT32, "loss")
+    assert_close(x.grad, a.grad, FLOAT32, "dx")
+    assert_close(w.grad, b.grad, FLOAT32, "dW")
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="softcap must be a Python number"):
+        torch.compile(loss, fullgraph=True)(x, w)
+
+
 @pytest.mark.parametrize(
     "option,value",
     [
