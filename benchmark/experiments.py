@@ -1,6 +1,6 @@
 """Ideas for `single_pass`, measured next to it; what helps goes into the schedule, the rest into NOTES.md.
 
-python -m benchmark.experiments [N V H]        a table; needs a GPU, for all but the chunks of tokens
+python -m benchmark.experiments [N V H]        a table; needs a GPU
 
     chunks              tokens of a chunk, as budgets without end would allow: dX's waves against passes over dW
     two streams         the scaling pass of a chunk under the gradient GEMMs of the one before, with a second buffer
@@ -209,20 +209,22 @@ def experiments() -> list[Implementation]:
 
 
 def main(shape: Shape = REFERENCE, rounds: int = 9) -> int:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = measure(experiments(), shape, rounds, device)
+    if not torch.cuda.is_available():
+        print("benchmark.experiments needs an NVIDIA GPU, and there is none here", file=sys.stderr)
+        return 2
+    rows = measure(experiments(), shape, rounds, "cuda")
     for implementation in experiments():
         row = rows[implementation.name]
-        print(f"{row.implementation:40} {row.skipped or _figures(implementation, row, rows['floor'].ms, device)}")
+        print(f"{row.implementation:40} {row.skipped or _figures(implementation, row, rows['floor'].ms)}")
     return 0
 
 
-def _figures(implementation: Implementation, row, floor_ms: float, device: str) -> str:
+def _figures(implementation: Implementation, row, floor_ms: float) -> str:
     figures = f"{row.ms:8.3f} ms {row.ms / floor_ms:6.3f} of the floor {row.peak_mb:7.0f} MB"
     if not implementation.plain:
         return figures
     # never time on garbage: three chunks and more, against float64
-    errors = gradient_errors(implementation, "std 1", device, tokens=6144, vocab=8000, hidden=512)
+    errors = gradient_errors(implementation, "std 1", "cuda", tokens=6144, vocab=8000, hidden=512)
     return f"{figures}, errors of dX {errors['dx']:.2e}, of dW {errors['dw']:.2e}"
 
 

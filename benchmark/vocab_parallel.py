@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 from pathlib import Path
 
 import torch
@@ -118,11 +119,24 @@ def rows_of(vocab: int, rounds: int):
         yield row | (collectives if name == "split" else {})
 
 
-def main() -> None:
+def obstacle() -> str | None:
+    """Why this cannot run here, or None."""
+    if "LOCAL_RANK" not in os.environ:
+        return "start it with torchrun: torchrun --nproc-per-node 2 -m benchmark.vocab_parallel"
+    needed, there = int(os.environ["LOCAL_RANK"]) + 1, torch.cuda.device_count()
+    if not torch.cuda.is_available() or there < needed:
+        return f"every rank needs an NVIDIA GPU of its own, and here are {there}"
+    return None
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="the JSON lines file to write")
     parser.add_argument("--rounds", type=int, default=7)
     chosen = parser.parse_args()
+    if obstacle():
+        print(f"benchmark.vocab_parallel cannot run: {obstacle()}", file=sys.stderr)
+        return 2
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
@@ -140,7 +154,8 @@ def main() -> None:
             print(json.dumps(line), flush=True)
     dist.barrier()
     dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,8 @@
 """The benchmark: its harness on a CPU, its JSON, and that README shows what the committed JSON says."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -43,6 +45,27 @@ def test_a_gpu_run_without_a_gpu_says_so(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["--quick"]) == 2
     assert "--cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "module,variables,says",
+    [
+        ("experiments", {}, "needs an NVIDIA GPU"),
+        ("vocab_parallel", {}, "torchrun --nproc-per-node 2 -m benchmark.vocab_parallel"),
+        (
+            "vocab_parallel",
+            {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"},
+            "an NVIDIA GPU of its own, and here are 0",
+        ),
+    ],
+)
+def test_what_needs_gpus_or_torchrun_says_so_at_once(module, variables, says):
+    clean = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-m", f"benchmark.{module}"]
+    environment = {**clean, **variables, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert says in done.stderr and len(done.stderr.splitlines()) == 1 and not done.stdout
 
 
 def test_experiments_compute_the_same_gradients():

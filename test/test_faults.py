@@ -232,7 +232,9 @@ def test_a_missing_disassembler_says_what_to_install(monkeypatch):
         compile_kernels.find_nvdisasm.__wrapped__()
 
 
-def test_versions_outside_the_tested_ones_are_named(monkeypatch):
+@pytest.fixture
+def installed_versions(monkeypatch):
+    """What importlib.metadata says is installed."""
     installed = {"torch": "2.14.0+cu130", "triton": "3.6.0", "quack-kernels": "0.6.6", "transformers": "5.24.0"}
 
     def version(package):
@@ -241,21 +243,53 @@ def test_versions_outside_the_tested_ones_are_named(monkeypatch):
         return installed[package]
 
     monkeypatch.setattr(versions.metadata, "version", version)
+    return installed
+
+
+def test_versions_outside_the_tested_ones_are_named(installed_versions):
     with pytest.warns(RuntimeWarning) as caught:
         versions.warn_about_untested_versions()
     (warning,) = caught
-    assert "torch 2.14.0+cu130 (tested: 2.11 to 2.13), quack-kernels 0.6.6 (tested: 0.6.5)." in str(warning.message)
-    installed.update({"torch": "2.13.0+cpu", "quack-kernels": "0.6.5"})
+    assert "with quack-kernels 0.6.6 (tested: 0.6.5)." in str(warning.message)
+    installed_versions["nvidia-cutlass-dsl"] = "4.9.0.dev1"
+    with pytest.warns(RuntimeWarning, match=r"nvidia-cutlass-dsl 4.9.0.dev1 \(tested: 4.8.1\)"):
+        versions.warn_about_untested_versions()
+
+
+def test_versions_of_what_is_not_pinned_are_for_the_report(installed_versions, capsys):
+    """A newer torch is an ordinary thing to have: no import warns of it."""
+    from liger_cutedsl.__main__ import report
+
+    installed_versions.update({"torch": "2.99.0+cpu", "quack-kernels": "0.6.5", "liger-kernel": "0.8.1"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         versions.warn_about_untested_versions()
+    report()
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    lowest, highest = versions.TESTED["torch"]
+    assert f"torch 2.99.0+cpu, not tested: {lowest} to {highest} was" in lines
+    assert "liger-kernel 0.8.1, not tested: 0.8.4 to 0.8 was" in lines and "triton 3.6.0" in lines
+
+
+INSIDE = ("2.11.0", "2.11.0+cu130", "2.14.1", "2.14.0rc1")
+OUTSIDE = ("2.9.1", "2.10.0", "2.15.0a0+git1", "3.0", "unknown")
+
+
+@pytest.mark.parametrize("version", [*INSIDE, *OUTSIDE])
+def test_a_version_counts_as_far_as_the_tested_ones_are_written(version):
+    assert versions._between(version, "2.11", "2.14") is (version in INSIDE)
+
+
+# torch 2.14 is a CUDA build of several GB, tested apart, and triton 3.8 is what comes with it
+TESTED_APART = {"torch": "2.14", "triton": "3.8"}
 
 
 def test_the_tested_versions_are_those_that_are_installed_for_tests():
     constraints = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "constraints-dev.txt").read_text(), re.MULTILINE))
     for package, (lowest, highest) in versions.TESTED.items():
         assert versions._between(constraints[package], lowest, highest), package
-        assert constraints[package].startswith(highest), f"{package}: the newest tested is what tests install"
+        newest = TESTED_APART.get(package, constraints[package])
+        assert newest.startswith(highest), f"{package}: the newest tested is what tests install"
 
 
 def test_threads():

@@ -7,6 +7,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
@@ -85,6 +86,7 @@ def fresh_python(tmp_path_factory):
 
 
 def run(python, code, **environment):
+    """What a process prints, outside of this repository and without Liger's variables but those given."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("LIGER_") and k != "PYTHONPATH"}
     done = subprocess.run([python, "-c", code], env={**clean, **environment}, capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -131,3 +133,72 @@ def test_report(fresh_python):
     done = subprocess.run([fresh_python, "-m", "liger_cutedsl"], capture_output=True, text=True, cwd="/", check=True)
     assert "LIGER_KERNEL_IMPL=cutedsl loads liger_cutedsl.liger_ops" in done.stdout
     assert "Llama-3 8B" in done.stdout and "torch" in done.stdout
+
+
+def test_what_the_package_requires(fresh_python):
+    """packaging is Liger's and ours, and nothing but torch brings it; what needs triton is for Linux."""
+    code = "from importlib.metadata import requires; print(*requires('liger-cutedsl'), sep='\\n')"
+    requirements = [Requirement(line) for line in run(fresh_python, code).splitlines()]
+
+    def needed(**machine):
+        chosen = [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": "", **machine})]
+        return {r.name: r.specifier for r in chosen}
+
+    assert set(needed(platform_system="Darwin", sys_platform="darwin")) == {"torch", "packaging"}
+    linux = needed(platform_system="Linux", sys_platform="linux")
+    assert {"torch", "packaging", "liger-kernel", "triton"} < set(linux)
+    assert [v for v in ("0.8.3", "0.8.4", "0.8.5", "0.9.0") if v in linux["liger-kernel"]] == ["0.8.4", "0.8.5"]
+
+
+@pytest.fixture(scope="module")
+def other_liger(fresh_python, tmp_path_factory):
+    """Another version of Liger-Kernel in a folder of its own, without our registration or with it."""
+
+    def install(version, registered):
+        folder = tmp_path_factory.mktemp("liger")
+        arguments = ["-m", "pip", "install", "-q", "--no-deps", "--target", folder, f"liger-kernel=={version}"]
+        subprocess.run([fresh_python, *arguments], check=True)
+        if registered:
+            ours = "liger_kernel/ops/cutedsl_flce/__init__.py"
+            (folder / ours).parent.mkdir()
+            (folder / ours).write_bytes((ROOT / "src" / ours).read_bytes())
+        return str(folder)
+
+    return install
+
+
+@pytest.mark.parametrize("version", ["0.8.1", "0.8.2", "0.8.3"])
+def test_no_version_of_liger_is_broken_by_our_registration(fresh_python, other_liger, version):
+    """pip warns of a version that we do not support, and installs it all the same."""
+    folder = other_liger(version, registered=True)
+    code = "import liger_kernel.ops as ops, liger_kernel.transformers; print(ops.__file__, ops.LigerRMSNormFunction)"
+    assert folder in run(fresh_python, code, PYTHONPATH=folder)
+    # with the variable, the operator that this version selects is ours or Liger's own: nothing fails
+    assert folder in run(fresh_python, code, PYTHONPATH=folder, LIGER_KERNEL_IMPL="cutedsl")
+
+
+def test_a_liger_that_lacks_what_we_register_with_is_not_broken(fresh_python, other_liger):
+    """A later one, say, that gave its registries other names."""
+    folder = other_liger("0.8.4", registered=True)
+    for file in Path(folder, "liger_kernel").rglob("*.py"):
+        if file.parent.name != "cutedsl_flce":
+            file.write_text(file.read_text().replace("ImplInfo", "Info").replace("_DISCOVERY_MAP", "_LOCATIONS"))
+    code = "import liger_kernel.ops as ops; print(ops.LigerFusedLinearCrossEntropyFunction.__module__)"
+    assert run(fresh_python, code, PYTHONPATH=folder).strip() == "liger_kernel.ops.fused_linear_cross_entropy"
+
+
+def test_the_lowest_version_of_liger_works_whole(fresh_python, other_liger):
+    folder = other_liger("0.8.4", registered=True)
+    printed = run(fresh_python, USES_OURS, LIGER_KERNEL_IMPL="cutedsl", PYTHONPATH=folder)
+    assert "ours [True, True, True]" in printed and printed.count("right") == 6
+
+
+def test_a_wheel_beside_a_liger_in_another_folder_is_reported(fresh_python, other_liger):
+    """As with a Liger-Kernel of the system and this package in the user's folder."""
+    folder = other_liger("0.8.4", registered=False)
+    environment = {**os.environ, "PYTHONPATH": folder}
+    command = [fresh_python, "-m", "liger_cutedsl"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment, check=True)
+    (line,) = [line for line in done.stdout.splitlines() if "Liger does not find this package" in line]
+    own = fresh_python.parent.parent / "lib"
+    assert f"{folder}/liger_kernel" in line and f"{own}" in line and "cutedsl_flce" in line and "enable()" in line

@@ -31,15 +31,22 @@ def launch(world: int, *suites: str, **variables: str) -> list[tuple[int, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_ranks_agree_with_one_process(world):
-    suites = ("options", "shards", "bytes", "errors", "dtensor")
+    suites = ("options", "shards", "sizes", "bytes", "errors", "changes", "dtensor", "replicated", "named_mesh")
     for rank, (status, output) in enumerate(launch(world, *suites)):
+        assert status == 0 and f"rank {rank} done" in output, output[-3000:]
+
+
+@pytest.mark.slow
+def test_a_head_that_transformers_splits():
+    pytest.importorskip("transformers")
+    for rank, (status, output) in enumerate(launch(2, "hugging_face", CUDA_VISIBLE_DEVICES="")):
         assert status == 0 and f"rank {rank} done" in output, output[-3000:]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_gpus_agree_with_one_process():
-    for rank, (status, output) in enumerate(launch(2, "options", "shards", DEVICE="cuda")):
+    for rank, (status, output) in enumerate(launch(2, "options", "shards", "changed_on_gpus", DEVICE="cuda")):
         assert status == 0 and f"rank {rank} done" in output, output[-3000:]
 
 
@@ -57,8 +64,10 @@ def test_what_a_split_vocabulary_refuses():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         x, weight, target = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)
-        with pytest.raises(ValueError, match="vocab_size must be given with vocab_start"):
-            liger_cutedsl.vocab_parallel_fused_linear_cross_entropy(x, weight, target, vocab_start=0)
+        with pytest.raises(ValueError, match="vocab_start must be None or an int ≥ 0, got -1"):
+            liger_cutedsl.vocab_parallel_fused_linear_cross_entropy(x, weight, target, vocab_start=-1)
+        with pytest.raises(ValueError, match="without gaps"):
+            liger_cutedsl.vocab_parallel_fused_linear_cross_entropy(x, weight, target, vocab_start=2)
         leaf = x.clone().requires_grad_()
         loss = liger_cutedsl.vocab_parallel_fused_linear_cross_entropy(leaf, weight, target)
         (dx,) = torch.autograd.grad(loss, leaf, create_graph=True)

@@ -24,6 +24,7 @@ DEVICE = f"cuda:{RANK}" if ON_GPU else "cpu"
 SIZES = dict(device=DEVICE, **(dict(tokens=700, hidden=256) if ON_GPU else {}))
 DTYPES = (torch.bfloat16, torch.float16) if ON_GPU else (torch.float64, torch.float32)
 METRICS = dict(return_z_loss=True, return_token_accuracy=True, return_predicted_tokens=True)
+FLOAT32 = 1e-5  # transformers computes its loss in float32
 OPTIONS = [
     {},
     dict(reduction="sum", softcap=3.0),
@@ -43,7 +44,7 @@ def shards(vocab, kind):
     return [0, *(min(vocab, vocab // 2 + 13 * r) for r in range(WORLD - 1)), vocab]
 
 
-def check(case: Case, bounds, vocab_size=None, padding=0, **call):
+def check(case: Case, bounds, padding=0, **call):
     """The ranks' results against the whole problem in float64."""
     options = LossOptions(**case.options)
     x, weight, target, bias, ce_weight = case.tensors()
@@ -66,11 +67,9 @@ def check(case: Case, bounds, vocab_size=None, padding=0, **call):
         target,
         bias=parts[1],
         ce_weight=parts[2],
-        vocab_start=start,
-        vocab_size=case.vocab,
         **case.options,
         **METRICS,
-        **call,
+        **{"vocab_start": start, "vocab_size": case.vocab, **call},
     )
     upstream = None
     if options.reduction == "none":
@@ -158,18 +157,126 @@ def suite_bytes():
     assert [kind for kind, _ in sent] == ["gather"], "dX is not reduced where nobody wants it"
 
 
+def suite_sizes():
+    """Shards of any size in rank order, of which only their own ranks speak."""
+    head = vocab_parallel_fused_linear_cross_entropy
+    sizes = [5 + 7 * (rank % 2) + rank for rank in range(WORLD)]
+    for total, sizes_now in ((sum(sizes), sizes), (sum(sizes) + 9, [9 + sizes[0], *sizes[1:]])):  # two heads, one after
+        case = Case(tokens=33, vocab=total, bias=True, ce_weight=True, options=OPTIONS[4])
+        bounds = [sum(sizes_now[:rank]) for rank in range(WORLD + 1)]
+        for said in (dict(vocab_start=None, vocab_size=None), dict(vocab_start=None), dict(vocab_size=None), {}):
+            for _ in range(2):  # the first call, and one that knows the sizes
+                check(case, bounds, **said)
+    check(Case(vocab=45, bias=True, options=OPTIONS[2]), [0, 40, *[45] * (WORLD - 1)], padding=8, vocab_start=None)
+    first_columns_only(sizes)
+    exchanged_once(head, sizes)
+
+
+def first_columns_only(sizes):
+    """A target within the guessed vocabulary of one rank and beyond another's, and one that is beyond all of them."""
+    x, weight, total = torch.randn(3, 8), torch.randn(sizes[RANK] + 50, 8), sum(sizes) + 50 * WORLD
+    head = vocab_parallel_fused_linear_cross_entropy
+    assert torch.isfinite(head(x, weight, torch.tensor([0, 1, total - 1])))
+    weight = torch.randn(sizes[RANK] + 60, 8)
+    refused(lambda: head(x, weight, torch.tensor([0, 1, total + 10 * WORLD])), f"in [0, {total + 10 * WORLD})")
+
+
+def exchanged_once(head, sizes):
+    """Unequal shards gather twice in their first call, and once in later ones."""
+    gather, count = dist.all_gather_into_tensor, [0]
+
+    def counted(*arguments, **how):
+        count[0] += 1
+        return gather(*arguments, **how)
+
+    dist.all_gather_into_tensor = counted
+    weight = torch.randn(sizes[RANK] + 30, 8)
+    for _ in range(3):
+        head(torch.randn(4, 8), weight, torch.arange(4))
+    assert count == [4], count
+    dist.all_gather_into_tensor = gather
+
+
+def refused(call, *words):
+    """On every rank, and before anyone waits for another."""
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        assert all(word in str(error) for word in words), error
+    else:
+        raise SystemExit(f"accepted what must be refused: {words}")
+
+
 def suite_errors():
     x, weight, target = torch.randn(5, 8), torch.randn(10 + RANK, 8), torch.arange(5)
-    try:  # unequal shards, said to be equal
-        vocab_parallel_fused_linear_cross_entropy(x, weight, target)
-        raise SystemExit("unequal shards were accepted")
-    except ValueError as error:
-        assert "without gaps" in str(error), error
-    try:
-        vocab_parallel_fused_linear_cross_entropy(x, torch.randn(10, 8), target + 10 * WORLD)
-        raise SystemExit("a target beyond the vocabulary was accepted")
-    except ValueError as error:
-        assert f"[0, {10 * WORLD})" in str(error), error
+    head, total = vocab_parallel_fused_linear_cross_entropy, sum(10 + rank for rank in range(WORLD))
+    # unequal shards, said to be equal
+    refused(
+        lambda: head(x, weight, target, vocab_start=RANK * len(weight), vocab_size=total), "rank order without gaps"
+    )
+    # ranks that contradict the shards, or each other
+    refused(lambda: head(x, weight, target, vocab_size=total + 1), f"at most the {total} rows")
+    got = str([(None, 10 + rank, total - rank) for rank in range(WORLD)])
+    refused(lambda: head(x, weight, target, vocab_size=total - RANK), "vocab_size must be the same on all ranks", got)
+    refused(lambda: head(x, weight, target, vocab_start=RANK), "without gaps", "[(0, 10, None), (1, 11, None)")
+    refused(lambda: head(x, weight, target, vocab_start=1 if RANK else None), "without gaps", "[(None, 10, None), (1,")
+    for wrong in (dict(vocab_start=-1), dict(vocab_start=True), dict(vocab_size=0), dict(vocab_size=2.0)):
+        refused(lambda wrong=wrong: head(x, weight, target, **wrong), *wrong, "must be None or an int ≥ ")
+    refused(lambda: head(x, torch.randn(10, 8), target + 10 * WORLD), f"[0, {10 * WORLD})")
+    assert torch.isfinite(head(x, weight, target)), "what was refused leaves nothing behind"
+
+
+def suite_changed_on_gpus():
+    """Sizes are read in a shard's first call alone, and what changes on some ranks afterwards is not a wrong loss."""
+    head, bound = vocab_parallel_fused_linear_cross_entropy, LOSS_BOUND.get(torch.bfloat16, LOSS_BOUND_FLOAT32)
+    x, target = (v.to(DEVICE) for v in (torch.randn(64, 64, dtype=torch.bfloat16), torch.arange(64)))
+    weight = torch.randn(1000 + 8 * RANK, 64, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    everyone = [torch.randn(1000 + 8 * rank, 64, dtype=torch.bfloat16, device=DEVICE) for rank in range(WORLD)]
+    for rank, part in enumerate(everyone):
+        dist.broadcast(part.copy_(weight.detach()) if rank == RANK else part, rank)
+    expected = torch.nn.functional.cross_entropy(x.double() @ torch.cat(everyone).double().T, target)
+    for _ in range(2):
+        loss = head(x, weight, target)
+        loss.backward()
+        assert_close(loss, expected, bound, "loss")
+    changed = weight.detach() if RANK else weight.detach()[:-8]
+    if RANK == 0:
+        refused(lambda: head(x, changed, target), "changed on some ranks only")
+    else:
+        assert torch.isnan(head(x, changed, target))
+    assert_close(head(x, weight, target), expected, bound, "loss")
+
+
+def suite_changes():
+    """As on a GPU, where the sizes are read in a shard's first call alone: what a later change on one rank does."""
+    from liger_cutedsl import vocab_shard
+
+    on_cpu = vocab_shard.agreed
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    def as_on_gpu(shard, headers):
+        return on_cpu(shard, headers.as_subclass(OnGpu)).as_subclass(torch.Tensor)
+
+    import liger_cutedsl.vocab_parallel as module
+
+    module.agreed = as_on_gpu
+    x, target, head = torch.randn(5, 8), torch.arange(5), vocab_parallel_fused_linear_cross_entropy
+    weight = torch.randn(10 + RANK, 8)
+    for _ in range(3):
+        assert torch.isfinite(head(x, weight, target))
+    if RANK == WORLD - 1:
+        refused(lambda: head(x, torch.randn(20, 8), target), "changed on some ranks only", "vocab_size tells apart")
+    else:
+        assert torch.isnan(head(x, weight, target))
+    assert torch.isfinite(head(x, weight, target))
+    # two heads that are equal on the first rank alone
+    second = torch.randn(10 + 2 * RANK, 8)
+    assert torch.isfinite(head(x, second, target, vocab_size=10 * WORLD + WORLD * (WORLD - 1)))
+    assert torch.isfinite(head(x, weight, target))
+    module.agreed = on_cpu
+    vocab_shard._known_shards.clear()
 
 
 def suite_dtensor():
@@ -210,6 +317,124 @@ def suite_dtensor():
             raise SystemExit(f"accepted what must be refused: {message}")
         except (TypeError, ValueError) as error:
             assert message in str(error), error
+
+
+def suite_replicated():
+    """A weight that every rank has whole, as tensor parallelism leaves a head that no plan names."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    case = Case(tokens=25, vocab=301, bias=True, ce_weight=True, options=OPTIONS[4])
+    x, weight, target, bias, ce_weight = case.tensors()
+    expected, grads = reference(x, weight, target, bias, ce_weight, LossOptions(**case.options))
+
+    def leaf(value, placement):
+        value = value.detach().clone()
+        return (distribute_tensor(value, mesh, [placement]) if placement else value).requires_grad_()
+
+    everywhere = DTensor.from_local(target, mesh, [Replicate()])
+    for of_x, of_bias, of_target in (
+        (None, None, target),
+        (None, Replicate(), everywhere),
+        (Replicate(), Replicate(), target),
+        (Shard(0), Replicate(), target),
+        (Shard(0), None, distribute_tensor(target, mesh, [Shard(0)])),
+    ):
+        dx, dw, db = leaf(x, of_x), leaf(weight, Replicate()), leaf(bias, of_bias)
+        loss = liger_cutedsl.fused_linear_cross_entropy(dx, dw, of_target, bias=db, ce_weight=ce_weight, **case.options)
+        assert type(loss) is torch.Tensor
+        loss.backward()
+        assert_close(loss, expected["loss"], 1e-9, "loss")
+        for name, got, want, placement in (
+            ("dx", dx, grads[0], of_x),
+            ("dW", dw, grads[1], Replicate()),
+            ("db", db, grads[2], of_bias),
+        ):
+            assert placement is None or got.grad.placements == (placement,), name
+            whole = got.grad.full_tensor() if placement else got.grad
+            assert_close(whole, want, 1e-9, name)
+            # what is called replicated is the same everywhere
+            local = got.grad.to_local() if placement == Replicate() else whole
+            assert_close(local, want, 1e-9, f"{name} on rank {RANK}")
+    # batched, in sequence parallelism, through Liger's class too
+    batched = distribute_tensor(x.detach().view(5, 5, -1), mesh, [Shard(1)]).requires_grad_()
+    dw = leaf(weight, Replicate())
+    loss = liger_cutedsl.fused_linear_cross_entropy(batched, dw, target.view(5, 5))
+    plain, (want, *_) = reference(x, weight, target, None, None, LossOptions())
+    assert_close(loss, plain["loss"], 1e-9, "batched loss")
+    (got,) = torch.autograd.grad(loss, batched)
+    assert_close(got.full_tensor().view(25, -1), want, 1e-9, "batched dx")
+    function = liger_cutedsl.LigerFusedLinearCrossEntropyFunction
+    assert_close(function.apply(x.detach(), dw, target)[0], plain["loss"], 1e-9, "Liger's class")
+    partial = DTensor.from_local(x.detach(), mesh, [Partial()])
+    refused(lambda: function.apply(partial, dw, target), "x must be replicated, or sharded by rows")
+    refused(
+        lambda: function.apply(x.detach(), dw, distribute_tensor(target, mesh, [Shard(0)])), "target must be replicated"
+    )
+
+
+def suite_named_mesh():
+    """A plain x under tensor parallelism: a mesh of one dimension named "tp" says that it is the same on every rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    case = Case(tokens=25, vocab=301, bias=True, options=OPTIONS[4])
+    x, weight, target, bias, _ = case.tensors()
+    expected, grads = reference(x, weight, target, bias, None, LossOptions(**case.options))
+    for names in (("tp",), ("fsdp",), None):
+        mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=names)
+        xs, db = (v.detach().clone().requires_grad_() for v in (x, bias))
+        dw = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
+
+        def loss(xs=xs, dw=dw, db=db):
+            return liger_cutedsl.fused_linear_cross_entropy(xs, dw, target, bias=db, **case.options)
+
+        if names != ("tp",):
+            refused(loss, "FSDP2", "mesh_dim_names=('tp',)")
+            continue
+        found = loss()
+        found.backward()
+        assert_close(found, expected["loss"], 1e-9, "loss")
+        for name, got, want in (
+            ("dx", xs.grad, grads[0]),
+            ("dW", dw.grad.full_tensor(), grads[1]),
+            ("db", db.grad, grads[2]),
+        ):
+            assert_close(got, want, 1e-9, f"{name} on rank {RANK}")
+
+
+def suite_hugging_face():
+    """A model that transformers splits by itself (tp_plan="auto"), patched by Liger, against the whole model."""
+    import tempfile
+
+    import transformers
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    from stacks import ONLY_THE_LOSS, SMALL
+
+    liger_cutedsl.enable()
+    folder = [tempfile.mkdtemp() if RANK == 0 else None]
+    dist.broadcast_object_list(folder)
+    if RANK == 0:
+        torch.manual_seed(0)
+        sizes = {**SMALL, "num_attention_heads": WORLD, "num_key_value_heads": WORLD}
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=301, **sizes)).save_pretrained(folder[0])
+    dist.barrier()
+    whole = transformers.LlamaForCausalLM.from_pretrained(folder[0], dtype=torch.float64)
+    split = transformers.LlamaForCausalLM.from_pretrained(folder[0], dtype=torch.float64, tp_plan="auto")
+    assert split.lm_head.weight.placements[0].dim == 0
+    ids = torch.randint(1, 301, (2, 17), generator=torch.Generator().manual_seed(1))
+    expected = whole(input_ids=ids, labels=ids).loss
+    apply_liger_kernel_to_llama(**ONLY_THE_LOSS, model=split.train())
+    loss = split(input_ids=ids, labels=ids).loss
+    for each in (expected, loss):
+        each.backward()
+    assert "Parallel" in type(loss.grad_fn).__name__, "the patched model runs our operator"
+    assert_close(loss, expected, FLOAT32, "loss")
+    for (name, a), b in zip(whole.named_parameters(), split.parameters(), strict=True):
+        got = b.grad.full_tensor() if hasattr(b.grad, "full_tensor") else b.grad
+        assert_close(got, a.grad, FLOAT32, name)
 
 
 def suite_failure():

@@ -7,12 +7,14 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
 
 import torch
 
 from liger_cutedsl import compile_kernels, explain
 from liger_cutedsl.kernel_cache import chosen_folder, obstacle_of
-from liger_cutedsl.versions import installed
+from liger_cutedsl.versions import TESTED, installed, is_untested, tested
 
 PACKAGES = (
     "liger-cutedsl",
@@ -35,7 +37,7 @@ TYPICAL = (
 def report() -> None:
     print("versions")
     for package in PACKAGES:
-        print(f"  {package:20} {installed(package) or 'not installed'}")
+        print(f"  {package:20} {_version(package)}")
     print("device")
     for line in _device_lines():
         print(f"  {line}")
@@ -56,6 +58,12 @@ def report() -> None:
             print(f"  {line}")
 
 
+def _version(package: str) -> str:
+    if package in TESTED and is_untested(package):
+        return f"{installed(package)}, not tested: {tested(package)} was"
+    return installed(package) or "not installed"
+
+
 def _device_lines():
     if not torch.cuda.is_available():
         yield "no GPU: the torch engine runs on the CPU"
@@ -68,6 +76,9 @@ def _device_lines():
 def _liger_lines():
     chosen = os.environ.get("LIGER_KERNEL_IMPL", "")
     yield f"LIGER_KERNEL_IMPL={chosen or '(not set)'}"
+    if not installed("liger-kernel"):
+        yield "not installed: this package runs without it"
+        return
     try:
         from liger_kernel.ops.backends.registry import IMPL_REGISTRY
 
@@ -97,13 +108,38 @@ def _advice():
         yield "pip install 'liger-cutedsl[cu13]' brings the CuTe kernels (Linux, a Hopper or Blackwell GPU, CUDA 13)"
     if not installed("transformers"):
         yield "pip install transformers for Liger's apply_liger_kernel_to_* functions"
-    from liger_kernel.ops.backends.registry import IMPL_REGISTRY
+    if _registered_elsewhere():
+        yield _registered_elsewhere()
 
-    if "cutedsl" in IMPL_REGISTRY and IMPL_REGISTRY["cutedsl"].module_path != "liger_cutedsl.liger_ops":
-        yield (
+
+def _registered_elsewhere() -> str | None:
+    """Why LIGER_KERNEL_IMPL=cutedsl does not load this package in a process that has Liger-Kernel, or None."""
+    try:
+        from liger_kernel.ops.backends.registry import IMPL_REGISTRY
+
+        import liger_kernel
+    except Exception:  # there is none; or the report says that it does not import
+        return None
+    selected = IMPL_REGISTRY.get("cutedsl")
+    if selected is not None and selected.module_path == "liger_cutedsl.liger_ops":
+        return None
+    ours, liger = _registration(), Path(liger_kernel.__file__).parent
+    if ours is None:
+        return (
             "Liger does not find this package (an editable install puts no file into Liger's folder): install it "
             "with a plain `pip install`, or call liger_cutedsl.enable()"
         )
+    return (
+        f"Liger does not find this package: Liger is {liger}, and what registers it there was installed as {ours}. "
+        f"Install both into one folder, or call liger_cutedsl.enable()"
+    )
+
+
+def _registration() -> Path | None:
+    """The file that Liger-Kernel's discovery is to find, as it was installed; None in an editable install."""
+    files = metadata.files("liger-cutedsl") or () if installed("liger-cutedsl") else ()
+    found = [f for f in files if f.as_posix() == "liger_kernel/ops/cutedsl_flce/__init__.py"]
+    return Path(found[0].locate()) if found else None
 
 
 def main(arguments: list[str] | None = None) -> int:

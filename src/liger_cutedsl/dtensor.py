@@ -1,6 +1,8 @@
-"""DTensor heads: W sharded by rows of the vocabulary over a mesh dimension, as tensor parallelism does it."""
+"""DTensor heads: W sharded by rows of the vocabulary over a mesh dimension, as tensor parallelism does it, or whole."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from liger_cutedsl.objective import LossOutput
 from liger_cutedsl.problem import Problem, is_dtensor
@@ -16,35 +18,104 @@ _FSDP_OR_TP = (
 )
 
 
+_NAMED_MESH = (
+    "A plain x is taken for the same on every rank where weight's mesh is one dimension named 'tp', as Hugging Face's "
+    "tp_plan makes it: a mesh of your own needs mesh_dim_names=('tp',)"
+)
+_VECTORS = ("bias", "ce_weight")
+
+
 def run_dtensor(problem: Problem, settings: Settings) -> LossOutput:
-    """The loss of a problem whose weight is a DTensor: Shard(0) over one mesh dimension, replicated over the others.
+    """The loss of a problem whose weight is a DTensor. It is plain.
 
-    x and target: DTensors over the same mesh, replicated, or sharded along that dimension by rows (a sequence-parallel
-    region), in which case they are gathered first; target may be a plain tensor that is the same on every rank. bias
-    and ce_weight: sharded as weight, or plain and whole. The result is plain, and the same on every rank.
+    weight: Shard(0) over one mesh dimension and replicated over the others. x and target: DTensors over the same mesh,
+    replicated, or sharded along that dimension by rows (a sequence-parallel region), in which case they are gathered
+    first; or plain tensors that are the same on every rank, x only on a mesh that says so by its name. bias and
+    ce_weight: sharded as weight, or plain and whole. The loss is the same on every rank.
 
-    Raises TypeError or ValueError for anything else, above all for a plain x: whether it is the same on every rank
-    (tensor parallelism) or not (FSDP) decides what is right, and cannot be seen.
+    Or weight is replicated over all dimensions. Where x is replicated or plain, each rank computes its loss from its
+    own tensors, and gradients are as replicated as those are. Where x is sharded by rows, the vocabulary is split for
+    the call, over the same dimension; dW comes back replicated.
+
+    Raises TypeError or ValueError for anything else, above all for another plain x: whether it is the same on every
+    rank (tensor parallelism) or not (FSDP) decides what is right, and cannot be seen.
     """
-    from torch.distributed.tensor import Replicate, Shard
-
-    from liger_cutedsl.vocab_parallel import vocab_parallel_output
+    from torch.distributed.tensor import Replicate
 
     weight, x = problem.weight, problem.x
     if not is_dtensor(weight):
         raise TypeError("x is a DTensor and weight is not: pass x.to_local(), or weight as a DTensor over x's mesh")
-    if not is_dtensor(x):
-        raise TypeError(f"weight is a DTensor sharded as {weight.placements} and x is a plain tensor. {_FSDP_OR_TP}")
     mesh = weight.device_mesh
-    if x.device_mesh != mesh:
+    if is_dtensor(x) and x.device_mesh != mesh:
         raise ValueError(f"x must be on weight's mesh {mesh}, got {x.device_mesh}")
+    dim = _vocabulary_dim(weight)
+    if dim is None and is_dtensor(x) and any(p != Replicate() for p in x.placements):
+        dim = next(i for i, placement in enumerate(x.placements) if placement != Replicate())
+        problem = _split(problem, dim)
+    if dim is None:
+        return _run_replicated(problem, settings)
+    named = mesh.ndim == 1 and mesh.mesh_dim_names == ("tp",)
+    if not is_dtensor(x) and not named:
+        raise TypeError(
+            f"weight is a DTensor sharded as {weight.placements} and x is a plain tensor. {_FSDP_OR_TP}. {_NAMED_MESH}"
+        )
+    return _run_sharded(problem, dim, settings)
+
+
+def _vocabulary_dim(weight) -> int | None:
+    """The mesh dimension that weight's rows are sharded over, None for a weight that every rank has whole."""
+    from torch.distributed.tensor import Replicate, Shard
+
     sharded = [dim for dim, placement in enumerate(weight.placements) if placement == Shard(0)]
     others = [p for p in weight.placements if p not in (Shard(0), Replicate())]
-    if len(sharded) != 1 or others:
+    if len(sharded) > 1 or others:
         raise ValueError(
-            f"weight must be Shard(0) over one mesh dimension and replicated else, got {weight.placements}"
+            f"weight must be Shard(0) over one mesh dimension and replicated else, got {weight.placements}: split the "
+            f"head by rows of the vocabulary ('colwise_gather_output' in a tp_plan), or pass "
+            f"weight.redistribute(placements=…)"
         )
-    (dim,) = sharded
+    return sharded[0] if sharded else None
+
+
+def _split(problem: Problem, dim: int) -> Problem:
+    """A replicated weight's problem with the vocabulary split over a mesh dimension; gradients come back replicated."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh = problem.weight.device_mesh
+    placements = [Shard(0) if i == dim else Replicate() for i in range(mesh.ndim)]
+    return replace(
+        problem,
+        weight=problem.weight.redistribute(placements=placements),
+        **{
+            name: value.redistribute(placements=placements)
+            for name in _VECTORS
+            if is_dtensor(value := getattr(problem, name))
+        },
+    )
+
+
+def _run_replicated(problem: Problem, settings: Settings) -> LossOutput:
+    from torch.distributed.tensor import Replicate
+
+    from liger_cutedsl.running import run
+
+    local = {}
+    for name in ("x", "weight", "target", *_VECTORS):
+        value = local[name] = getattr(problem, name)
+        if is_dtensor(value):
+            if any(placement != Replicate() for placement in value.placements):
+                raise ValueError(f"{name} must be replicated, as x and weight are, got {value.placements}")
+            local[name] = value.to_local()
+    x, target = local.pop("x"), local.pop("target")
+    return run(replace(problem, x=x.reshape(-1, x.shape[-1]), target=target.reshape(-1), **local), settings)
+
+
+def _run_sharded(problem: Problem, dim: int, settings: Settings) -> LossOutput:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    from liger_cutedsl.vocab_parallel import vocab_parallel_output
+
+    weight, mesh = problem.weight, problem.weight.device_mesh
     whole = [Replicate()] * mesh.ndim
 
     def replicated(name, value):
@@ -58,19 +129,16 @@ def run_dtensor(problem: Problem, settings: Settings) -> LossOutput:
             )
         return value.redistribute(placements=whole).to_local(grad_placements=whole)
 
-    rows = weight.to_local().shape[0]
-    start = _first_row(weight, dim)
-
     def shard_of(name, value):
         if value is None:
             return None
-        if not is_dtensor(value):
-            return value[start : start + rows]
+        if not is_dtensor(value):  # whole, and so is its gradient, gathered from the ranks
+            value = DTensor.from_local(value, mesh, whole, run_check=False).redistribute(placements=weight.placements)
         if tuple(value.placements) != tuple(weight.placements):
             raise ValueError(f"{name} must be sharded as weight, {weight.placements}, got {value.placements}")
         return value.to_local()
 
-    x, target = replicated("x", x), replicated("target", problem.target)
+    x, target = replicated("x", problem.x), replicated("target", problem.target)
     local = Problem(
         x.reshape(-1, x.shape[-1]),
         weight.to_local(),
@@ -79,7 +147,7 @@ def run_dtensor(problem: Problem, settings: Settings) -> LossOutput:
         shard_of("ce_weight", problem.ce_weight),
         problem.options,
     )
-    return vocab_parallel_output(local, mesh.get_group(dim), start, weight.shape[0], settings)
+    return vocab_parallel_output(local, mesh.get_group(dim), _first_row(weight, dim), weight.shape[0], settings)
 
 
 def _first_row(weight, dim: int) -> int:

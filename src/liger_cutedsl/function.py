@@ -6,7 +6,7 @@ import torch
 
 from liger_cutedsl.compiled import run_compiled
 from liger_cutedsl.objective import LossOutput
-from liger_cutedsl.options import LossOptions
+from liger_cutedsl.options import LossOptions, python_scalar
 from liger_cutedsl.problem import Problem, check_tensors, is_dtensor, wanted_gradients
 from liger_cutedsl.routing import Route, Settings, choose_route
 from liger_cutedsl.running import run
@@ -48,6 +48,7 @@ def fused_linear_cross_entropy(
         x, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     route = dict(engine=engine, schedule=schedule, workspace_mb=workspace_mb)
     if torch.compiler.is_compiling() and plain and not is_dtensor(weight):
+        _check_traceable(options)
         return run_compiled(x, weight, target, bias, ce_weight, **route, **options).result(shape)
     problem = Problem(x, weight, target, bias, ce_weight, LossOptions(**options))
     return run(problem, Settings.resolve(**route)).result(shape)
@@ -100,10 +101,21 @@ class LigerFusedLinearCrossEntropyFunction:
             return_predicted_tokens=return_predicted_tokens,
         )
         if torch.compiler.is_compiling() and not (is_dtensor(weight) or is_dtensor(_input)):
+            _check_traceable(dict(options, chunk_mem_const=chunk_mem_const))
             tensors = (_input, weight, target, bias, ce_weight)
             return tuple(run_compiled(*tensors, chunk_mem_const=chunk_mem_const, **options))
         problem = Problem(_input, weight, target, bias, ce_weight, LossOptions(**options))
-        return tuple(run(problem, Settings.resolve(chunk_mem_const=chunk_mem_const)))
+        return tuple(run(problem, Settings.resolve(chunk_mem_const=python_scalar(chunk_mem_const))))
+
+
+def _check_traceable(options) -> None:
+    """Under torch.compile numpy's scalars are tensors, and a graph holds no option that is one: without fullgraph=True
+    the error makes torch.compile run this call by itself, between two graphs."""
+    for name, value in options.items():
+        if value is not None and not isinstance(value, (bool, int, float, str, torch.dtype)):
+            raise TypeError(
+                f"{name} must be a Python number inside torch.compile(fullgraph=True), as numpy's .item() gives"
+            )
 
 
 def explain(

@@ -8,6 +8,9 @@ a rank no automatic choice reaches (until liger_cutedsl.enable()).
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import sys
 from dataclasses import replace
 
 from liger_kernel.backends import Capability, registry
@@ -25,6 +28,17 @@ def fused_linear_cross_entropy_cutedsl(*args, mode=None):
     if mode not in (None, "default"):
         raise ValueError(f"mode must be None or 'default' for {NAME}, got {mode!r}")
     return LigerFusedLinearCrossEntropyFunction.apply(*args)
+
+
+def _import_stock() -> None:
+    """Has Liger's own implementations registered before ours, where its first call imports us before them.
+
+    One that does not import is left to that call, which logs the reason.
+    """
+    for path in registry._DISCOVERY_MAP.get(OP, ()):
+        if path not in sys.modules and path not in registry._DISCOVERY_FAILURES:
+            with contextlib.suppress(Exception):
+                importlib.import_module(path)
 
 
 def register(rank: int = RANK_ON_REQUEST) -> None:
@@ -56,4 +70,5 @@ def restore_stock() -> None:
     registry._invalidate_available_cache()
 
 
+_import_stock()
 register()

@@ -1,7 +1,7 @@
 """The module Liger-Kernel loads for LIGER_KERNEL_IMPL=cutedsl: Liger's stock CuTe operators with our FLCE.
 
 Liger copies every name in __all__ over its own. The stock operators (cross entropy, RMSNorm, RoPE, SwiGLU) need
-a GPU and CuTe DSL; where either is missing only FLCE is replaced and the rest stays as Liger has it.
+Hopper or a later GPU, and CuTe DSL; elsewhere only FLCE is replaced and the rest stays as Liger has it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import torch
 
 from liger_cutedsl.function import LigerFusedLinearCrossEntropyFunction
-from liger_cutedsl.options import LossOptions
+from liger_cutedsl.options import LossOptions, python_scalar
 from liger_cutedsl.problem import Problem, WantedGradients
 from liger_cutedsl.routing import Settings
 from liger_cutedsl.running import run_with_gradients
@@ -21,23 +21,38 @@ __all__ = [
     "fused_linear_cross_entropy_backward",
     "fused_linear_cross_entropy_forward",
 ]
+# What Liger's second dispatcher asks of each of them.
+STOCK_CAPABILITY = (9, 0)
 
 
-def _reexport_stock_operators() -> None:
-    if not torch.cuda.is_available():
-        return
-    try:
-        from liger_kernel.ops.cutedsl import ops as stock
-    except ImportError as error:
-        logging.getLogger(__name__).info("Liger's stock CuTe operators are not available: %s", error)
-        return
-    for name in stock.__all__:
-        if name not in __all__:
-            globals()[name] = getattr(stock, name)
-            __all__.append(name)
+def _stock_operators() -> dict[str, object]:
+    """Liger's own CuTe operators by name, without those that are ours; none where they do not run."""
+    obstacle = _stock_obstacle()
+    if obstacle is None:
+        try:
+            from liger_kernel.ops.cutedsl import ops as stock
+
+            return {name: getattr(stock, name) for name in stock.__all__ if name not in __all__}
+        except Exception as error:  # a broken installation of CuTe DSL fails in many ways
+            obstacle = f"{type(error).__name__}: {error}"
+    logging.getLogger(__name__).info("Liger's other operators stay as they are without CuTe DSL: %s", obstacle)
+    return {}
 
 
-_reexport_stock_operators()
+def _stock_obstacle() -> str | None:
+    """Why Liger's own CuTe operators cannot run on every GPU of this process, or None."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return "they need an NVIDIA GPU"
+    for index in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(index)
+        if capability < STOCK_CAPABILITY:
+            return "they need sm_90 or later, and cuda:{} is sm_{}{}".format(index, *capability)
+    return None
+
+
+_found = _stock_operators()
+globals().update(_found)
+__all__ += _found
 
 
 def fused_linear_cross_entropy_forward(
@@ -79,7 +94,7 @@ def fused_linear_cross_entropy_forward(
     wants = _input.requires_grad if compute_gradients is None else compute_gradients
     wants_weight = weight.requires_grad if weight_requires_grad is None else weight_requires_grad
     wanted = WantedGradients.of(problem, (wants, wants and wants_weight, wants and bias is not None))
-    settings = Settings.resolve(chunk_mem_const=chunk_mem_const)
+    settings = Settings.resolve(chunk_mem_const=python_scalar(chunk_mem_const))
     output, gradients = run_with_gradients(problem, settings, wanted, token_grad_output)
     return (*output, gradients.x, gradients.weight, gradients.bias)
 

@@ -1,7 +1,7 @@
 """enable() and disable(): Liger-Kernel on our operator without the environment variable, and back.
 
-Liger's modules import the operator by name when they are first loaded, so registering it is not enough once
-they are: the name is rebound in each of them. Liger's submodules of liger_kernel.ops keep their own.
+Modules import the operator by name when they are first loaded, Liger's and other people's, so registering it is not
+enough once they are: whatever is bound to it there is rebound. Liger's submodules of liger_kernel.ops keep their own.
 """
 
 from __future__ import annotations
@@ -9,6 +9,10 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+import types
+from collections.abc import Iterator
+
+from liger_cutedsl.versions import TESTED, installed
 
 _NAMES = (
     "LigerFusedLinearCrossEntropyFunction",
@@ -16,51 +20,87 @@ _NAMES = (
     "fused_linear_cross_entropy_backward",
 )
 _originals: dict[str, object] = {}  # what liger_kernel.ops had before enable()
+_already_ours: set[tuple[str, str]] = set()  # (module, name) that meant ours before enable(): their owners' choice
 
 
 def enable() -> None:
-    """Makes every user of Liger-Kernel in this process run our fused linear cross entropy.
+    """Makes every user of Liger-Kernel in this process run our fused linear cross entropy, and leaves the rest of Liger
+    as it is: for any machine.
 
     Works before or after Liger's modules and models were imported or patched, also with an editable install,
-    which LIGER_KERNEL_IMPL=cutedsl does not find. A second call changes nothing.
+    which LIGER_KERNEL_IMPL=cutedsl does not find. Names that other modules imported the operator by, before, mean ours
+    from then on. A second call changes nothing. Raises ImportError where there is no Liger-Kernel that it knows.
     """
-    operators = importlib.import_module("liger_kernel.ops")  # registers the stock implementations; ours follow
-    from liger_kernel.backends import registry
-
+    operators, registry = _liger()
     from liger_cutedsl import liger_dispatch, liger_ops
 
     if _originals:
         return
     _originals.update({name: getattr(operators, name) for name in _NAMES})
-    _rebind({name: (_originals[name], getattr(liger_ops, name)) for name in _NAMES})
+    _already_ours.update(
+        (module, name)
+        for module, names in _loaded_modules()
+        for name, value in list(names.items())
+        if any(value is getattr(liger_ops, ours) for ours in _NAMES)
+    )
+    _rebind([(_originals[name], getattr(liger_ops, name)) for name in _NAMES])
     _discover_stock(registry, liger_dispatch.OP)
     liger_dispatch.register(rank=liger_dispatch.RANK_ENABLED)
 
 
 def disable() -> None:
-    """Gives Liger-Kernel the operator back that it had before enable()."""
-    from liger_cutedsl import liger_dispatch, liger_ops
+    """Gives Liger-Kernel the operator back that it had before enable(), and every name that meant it then.
 
+    Names that were bound to our operator since are Liger's again too; those that meant ours before enable() stay.
+    """
     if not _originals:
         return
-    _rebind({name: (getattr(liger_ops, name), original) for name, original in _originals.items()})
+    from liger_cutedsl import liger_dispatch, liger_ops
+
+    _rebind([(getattr(liger_ops, name), original) for name, original in _originals.items()], but=_already_ours)
     _originals.clear()
+    _already_ours.clear()
     liger_dispatch.restore_stock()
     if "liger_kernel.ops.cutedsl_flce" in sys.modules:  # Liger found us by itself: back to "on request"
         liger_dispatch.register()
 
 
-def _rebind(changes: dict[str, tuple[object, object]]) -> None:
-    """In Liger's loaded modules, makes each name that is bound to the old object mean the new one.
+def _liger():
+    """liger_kernel.ops, in which the stock implementations are registered, and the second dispatcher's registry."""
+    try:
+        # Without Liger-Kernel, liger_kernel.ops still imports, as the folder of our registration.
+        registry = importlib.import_module("liger_kernel.backends.registry")
+        return importlib.import_module("liger_kernel.ops"), registry
+    except ImportError as error:
+        version = installed("liger-kernel")
+        found = f"{version}, which does not import here ({error})" if version else "none"
+        raise ImportError(
+            f"liger_cutedsl.enable() needs liger-kernel {TESTED['liger-kernel'][0]} or later, and found {found}: "
+            f"pip install liger-kernel (on Linux), or call liger_cutedsl.fused_linear_cross_entropy, which does without"
+        ) from error
 
-    Not in the submodules of liger_kernel.ops: they define the operators, and our fallback uses them.
+
+def _loaded_modules() -> Iterator[tuple[str, dict[str, object]]]:
+    """The name and namespace of each module that may hold the operator by a name of its own.
+
+    Not the submodules of liger_kernel.ops: they define the stock operators, and our fallback uses them. The namespace
+    is read past the module's own attribute lookup, which imports things where a module is a lazy one.
     """
-    for module_name, module in list(sys.modules.items()):
-        if module is None or module_name.split(".")[0] != "liger_kernel" or module_name.startswith("liger_kernel.ops."):
+    for name, module in list(sys.modules.items()):
+        if not issubclass(type(module), types.ModuleType) or name.startswith("liger_kernel.ops."):
             continue
-        for name, (old, new) in changes.items():
-            if module.__dict__.get(name) is old:
-                setattr(module, name, new)
+        if name.split(".")[0] != "liger_cutedsl":
+            yield name, object.__getattribute__(module, "__dict__")
+
+
+def _rebind(changes: list[tuple[object, object]], but: set[tuple[str, str]] = frozenset()) -> None:
+    """Makes each name that is bound to an old object mean the new one, except the (module, name) in `but`."""
+    new_of = {id(old): new for old, new in changes}
+    for module, names in _loaded_modules():
+        for name, value in list(names.items()):
+            new = new_of.get(id(value), value)
+            if new is not value and (module, name) not in but:
+                names[name] = new
 
 
 def _discover_stock(registry, op: str) -> None:

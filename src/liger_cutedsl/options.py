@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -24,6 +25,7 @@ class LossOptions:
     accum_dtype: dtype in which dW and db are summed where a schedule sums them piecewise.
     return_z_loss, return_token_accuracy, return_predicted_tokens: metrics to compute besides the loss.
 
+    numpy's scalars are taken for the Python numbers that they are.
     Raises TypeError or ValueError naming the option, what came and what is accepted.
     """
 
@@ -39,6 +41,9 @@ class LossOptions:
     return_predicted_tokens: bool = False
 
     def __post_init__(self):
+        for name, value in list(vars(self).items()):
+            if (plain := python_scalar(value)) is not value:
+                object.__setattr__(self, name, plain)
         if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
             raise TypeError(f"ignore_index must be an int, got {self.ignore_index!r}")
         if self.reduction not in REDUCTIONS:
@@ -79,6 +84,12 @@ class LossOptions:
     @property
     def needs_argmax(self) -> bool:
         return self.return_token_accuracy or self.return_predicted_tokens
+
+
+def python_scalar(value):
+    """A numpy scalar (np.float32, np.int64, np.bool_, …) as the Python number it is; anything else as it came."""
+    numpy = sys.modules.get("numpy")  # where it was never imported, nothing is one of its scalars
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
 
 
 def _check_number(name: str, value) -> None:

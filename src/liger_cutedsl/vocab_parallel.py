@@ -11,7 +11,8 @@ float64 inputs), so that the result is the single process's up to float32 roundi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import sys
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -27,37 +28,7 @@ from liger_cutedsl.routing import Route, Settings, choose_route
 from liger_cutedsl.rows import Rows, TargetCheck
 from liger_cutedsl.running import between_graphs
 from liger_cutedsl.schedules import recompute
-
-
-@dataclass(frozen=True)
-class VocabShard:
-    """Rows [start, start + valid) of a vocabulary of `vocab` entries; rows of the shard beyond them are padding."""
-
-    group: dist.ProcessGroup
-    start: int
-    valid: int
-    vocab: int
-
-    @classmethod
-    def of(cls, weight: torch.Tensor, group, vocab_start: int | None, vocab_size: int | None) -> VocabShard:
-        """Equal shards in rank order, unless vocab_start says otherwise; no padding, unless vocab_size does."""
-        group = dist.group.WORLD if group is None else group
-        rows, world, rank = weight.shape[0], dist.get_world_size(group), dist.get_rank(group)
-        if vocab_start is not None and vocab_size is None:
-            raise ValueError(
-                "vocab_size must be given with vocab_start: the rows of the other shards are not known here"
-            )
-        start = rank * rows if vocab_start is None else vocab_start
-        vocab = world * rows if vocab_size is None else vocab_size
-        if not isinstance(start, int) or start < 0 or not isinstance(vocab, int) or vocab < 1:
-            raise ValueError(
-                f"vocab_start must be an int ≥ 0 and vocab_size ≥ 1, got {vocab_start!r} and {vocab_size!r}"
-            )
-        return cls(group, start, max(0, min(rows, vocab - start)), vocab)
-
-    def local(self, problem: Problem) -> Problem:
-        """The problem over this shard's own columns; targets elsewhere are −1."""
-        return replace(problem, target=problem.target - self.start).of_columns(slice(0, self.valid))
+from liger_cutedsl.vocab_shard import OtherShards, VocabShard, agreed
 
 
 def vocab_parallel_fused_linear_cross_entropy(
@@ -79,14 +50,17 @@ def vocab_parallel_fused_linear_cross_entropy(
     x: (..., H) and target: (...) the same on every rank, targets indexing the whole vocabulary.
     weight_shard: (V_rank, H), this rank's rows; bias, ce_weight: (V_rank,), theirs.
     group: a torch.distributed process group, the default one if None.
-    vocab_start: index of the shard's first row, for shards of unequal size; rank · V_rank if None. Starts ascend with
-        the ranks. vocab_size: entries of the whole vocabulary; rows of shards beyond it are padding (Megatron pads V to
-        a multiple), which counts for nothing and gets zero gradients.
+    Shards may be of any size, in the order of the ranks. vocab_start: index of the shard's first row, None for the rows
+        of the ranks before. vocab_size: entries of the whole vocabulary, None for the rows of all ranks; rows beyond it
+        are padding (Megatron pads V to a multiple), which counts for nothing and gets zero gradients.
     options: the fields of liger_cutedsl.LossOptions. engine, workspace_mb: see liger_cutedsl.routing.Settings.
 
     Returns what fused_linear_cross_entropy returns, the same on every rank; so is x's gradient.
-    Raises as that function does; ValueError, on every rank, where the shards do not make up the vocabulary. A rank that
-    fails alone leaves the others to their process group's timeout.
+    Raises as that function does; ValueError, on every rank, where what the ranks say of their shards does not agree.
+    The sizes come with the first call's numbers (whose forward runs again where shards are unequal), and are not waited
+    for later: on a GPU, a call in which only some ranks' shards changed has a loss of NaN on the others. Two heads that
+    are equal on one rank and not on another are told apart by vocab_size.
+    A rank that fails alone leaves the others to their process group's timeout.
     """
     shape = getattr(target, "shape", None)
     if isinstance(x, torch.Tensor) and isinstance(target, torch.Tensor) and x.dim() != 2 and x.shape[:-1] == shape:
@@ -107,11 +81,13 @@ def vocab_parallel_output(
     shard = VocabShard.of(problem.weight, group, vocab_start, vocab_size)
     if settings.schedule == "single_pass":
         raise RuntimeError("schedule 'single_pass' was asked for, and a vocabulary split over ranks runs 'recompute'")
-    if problem.options.needs_argmax and shard.vocab > EXACT_INDICES and problem.compute_dtype == torch.float32:
-        raise ValueError(f"vocab_size must be at most {EXACT_INDICES} for token metrics, got {shard.vocab}")
     settings = replace(settings, schedule="recompute")
     wanted, leaves = wanted_gradients(problem), (problem.x, problem.weight, problem.bias)
-    return LossOutput(*_VocabParallel.apply(*leaves, problem, shard, wanted, settings))
+    try:
+        return LossOutput(*_VocabParallel.apply(*leaves, problem, shard, wanted, settings))
+    except OtherShards:  # known by now
+        shard = VocabShard.of(problem.weight, group, vocab_start, vocab_size)
+        return LossOutput(*_VocabParallel.apply(*leaves, problem, shard, wanted, settings))
 
 
 class _VocabParallel(torch.autograd.Function):
@@ -119,14 +95,17 @@ class _VocabParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, problem: Problem, shard: VocabShard, wanted, settings):
-        check = TargetCheck(problem, vocab=shard.vocab)
+        check = TargetCheck(problem, vocab=sys.maxsize if shard.reads else shard.vocab)
         rows = check.rows()
         whole = check.compact(rows)
-        local = shard.local(whole)
+        local = _local(whole, shard)
         route = _route(local, wanted, settings)
         kept = local.for_kernels(route.dtype)
         stats, exponentials = _local_statistics(kept, route, wanted)
         stats, weights = _gathered(shard, whole, kept, stats)
+        if shard.reads:  # not before all ranks know the vocabulary: they refuse a target together
+            TargetCheck(problem, vocab=shard.vocab).rows()
+            _check_argmax(problem, shard)
         output = rows.spread_output(loss_terms(stats, weights, whole))
         state = recompute.RecomputeState(RowStatistics(stats.lse, stats.target_logit), weights, exponentials)
         tensors = (x, weight, problem.target, bias, problem.ce_weight)
@@ -144,7 +123,7 @@ class _VocabParallel(torch.autograd.Function):
         check_still_readable(ctx.shapes, dict(zip(TENSORS, tensors, strict=True)))
         rows = Rows(keep, drop, masked)
         problem = Problem(*tensors, options)
-        local = shard.local(replace(rows.compact(problem), dense=dense))
+        local = _local(replace(rows.compact(problem), dense=dense), shard)
         with torch.no_grad():
             found = _backward(local, route, wanted, state, rows.select(grad_output), shard)
             found = rows.spread_gradients(found)
@@ -154,11 +133,22 @@ class _VocabParallel(torch.autograd.Function):
         return *without_second_derivative((found.x, weight, bias), grad_output, *inputs), None, None, None, None
 
 
+def _check_argmax(problem: Problem, shard: VocabShard) -> None:
+    """The ranks' indices travel in the compute dtype."""
+    if problem.options.needs_argmax and shard.vocab > EXACT_INDICES and problem.compute_dtype == torch.float32:
+        raise ValueError(f"vocab_size must be at most {EXACT_INDICES} for token metrics, got {shard.vocab}")
+
+
 def _route(local: Problem, wanted: WantedGradients, settings: Settings) -> Route:
     if local.vocab == 0:  # a shard of nothing but padding
         settings = replace(settings, engine="torch")
         local = replace(local, weight=local.x[:1] if local.tokens else local.x.new_empty(1, local.hidden))
     return choose_route(local, wanted, settings)
+
+
+def _local(problem: Problem, shard: VocabShard) -> Problem:
+    """The problem over this shard's own columns; targets elsewhere are −1."""
+    return replace(problem, target=problem.target - shard.start).of_columns(slice(0, shard.valid))
 
 
 def _target_here(local: Problem) -> torch.Tensor:
@@ -193,12 +183,13 @@ def _gathered(
         own = local.ce_weight[index] if local.vocab else torch.zeros_like(stats.lse)
         columns.append(torch.where(here, own, 0.0))
     total = local.ce_weight.sum() if weighted else torch.tensor(float(shard.valid))
-    header = torch.tensor([shard.start, shard.valid, shard.vocab], dtype=stats.lse.dtype, device=whole.device)
+    header = torch.tensor(shard.header(), dtype=stats.lse.dtype, device=whole.device)
     packed = torch.cat([header, total.to(header)[None], *columns])
     world = dist.get_world_size(shard.group)
     everyone = torch.empty(world * packed.numel(), dtype=packed.dtype, device=packed.device)
     dist.all_gather_into_tensor(everyone, packed, group=shard.group)
     everyone = everyone.view(world, -1)
+    known = agreed(shard, everyone[:, :3])
     numbers = iter(everyone[:, 4:].view(world, len(columns), whole.tokens).unbind(1))
     parts = RowStatistics(next(numbers), next(numbers), next(numbers) if options.smoothing else None)
     if options.needs_argmax:
@@ -206,33 +197,7 @@ def _gathered(
     target_weight = next(numbers).sum(dim=0) if weighted else None
     weights = _row_weights(shard, whole, target_weight, everyone[:, 3].sum() if weighted else float(shard.vocab))
     stats = over_parts(parts)
-    return replace(stats, lse=_check_shards(shard, stats.lse, everyone[:, :3])), weights
-
-
-_known_shards: dict[tuple, torch.Tensor] = {}
-
-
-def _check_shards(shard: VocabShard, lse: torch.Tensor, header: torch.Tensor) -> torch.Tensor:
-    """lse, where the shards are the vocabulary; else raises ValueError, on every rank.
-
-    The ranks' (start, rows, vocab_size) are read to the host; from a GPU once for each shard only. In later calls they
-    are compared on the device with what they were then, and a loss that would be wrong becomes NaN.
-    """
-    key = (tuple(dist.get_process_group_ranks(shard.group)), shard.start, shard.valid, shard.vocab, header.device)
-    if header.is_cuda and key in _known_shards:
-        return torch.where((header == _known_shards[key]).all(), lse, torch.nan)
-    found, expected = [tuple(int(v) for v in row) for row in header.tolist()], 0
-    for start, valid, vocab in found:
-        if vocab != shard.vocab or (valid and start != expected):
-            raise ValueError(
-                f"weight_shard: the shards must cover the vocabulary in rank order without gaps, got (start, rows, "
-                f"vocab_size) {found}: pass vocab_start and vocab_size where shards are unequal or padded"
-            )
-        expected += valid
-    if expected != shard.vocab:
-        raise ValueError(f"weight_shard: the shards hold {expected} of vocab_size={shard.vocab} rows, as {found}")
-    _known_shards[key] = header.clone()
-    return lse
+    return replace(stats, lse=torch.where(known, stats.lse, torch.nan)), weights
 
 
 def _row_weights(shard: VocabShard, whole: Problem, target_weight, total) -> RowWeights:
