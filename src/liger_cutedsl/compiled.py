@@ -30,6 +30,7 @@ from liger_cutedsl.problem import (
     autocast_dtype,
     check_tensors,
     gradients_needed,
+    planned_device,
 )
 from liger_cutedsl.routing import Settings, give_up_on_cute
 from liger_cutedsl.rows import TargetCheck
@@ -66,7 +67,7 @@ class _Call(NamedTuple):
         """The autocast the graph was traced under."""
         if self.autocast is None:
             return contextlib.nullcontext()
-        return torch.autocast(self.problem.device.type, dtype=self.autocast)
+        return torch.autocast(planned_device(self.problem.device).type, dtype=self.autocast)
 
     @property
     def wanted(self) -> WantedGradients:
@@ -135,7 +136,7 @@ def _flce(*arguments):
         check_tensors(problem)
         if _gradients_in_forward(call) or not call.wanted:
             upstream = _upstream(problem)
-            scale = torch.full((), upstream, device=problem.device)
+            scale = torch.full((), upstream, dtype=problem.compute_dtype, device=problem.device)
             output, found = run_with_gradients(problem, call.settings, call.wanted, scale)
             kept = (found.x, found.weight, found.bias)
         else:
