@@ -45,7 +45,7 @@ def _call(problem: Problem, route: Route, wanted: WantedGradients, token_grad_ou
     accum_dtype = options.accum_dtype
     if accum_dtype is None and wanted.weight == torch.float32:
         accum_dtype = torch.float32  # the sum is returned in float32 anyway: under AMP too
-    # Liger's products take what autocast makes of their operands; a bias wider than x makes the logits, and dz, wider too.
+    # Liger's products take what autocast makes of their operands. A bias wider than x makes logits and dz wider, too.
     operands = [t.dtype for t in (problem.x, problem.weight, problem.bias) if t is not None]
     mixed = route.dtype.itemsize == 2 and any(dtype != route.dtype for dtype in operands)
     with torch.autocast(problem.device.type, dtype=route.dtype, enabled=mixed):
@@ -76,9 +76,9 @@ def _call(problem: Problem, route: Route, wanted: WantedGradients, token_grad_ou
 
 
 def _readable(problem: Problem) -> Problem:
-    """The problem as Liger's function takes it: int64 targets, vectors of float32 where they are not x's dtype, class
-    weights of float32, because it sums them in their own; and a weight of which autocast keeps no copy that a tied layer
-    would take for one with a gradient."""
+    """The problem as Liger's function takes it: int64 targets, bias of x's dtype or float32, class weights in float32,
+    because it sums them in their own; and a weight of which autocast keeps no copy, which a layer that shares the
+    weight would take for one with a gradient."""
     compute, bias, ce_weight = problem.compute_dtype, problem.bias, problem.ce_weight
     return replace(
         problem,
