@@ -95,6 +95,28 @@ def test_one_graph_with_dynamic_rows(place, name):
             assert backend.frame_count == graphs, "a new number of rows compiled a new graph"
 
 
+@pytest.mark.parametrize(
+    "backend, marked",
+    [("aot_eager", False), ("aot_eager", True), pytest.param("inductor", False, marks=pytest.mark.slow)],
+)
+def test_the_number_of_tokens_recompiles_at_most_once(backend, marked):
+    """As torch.compile is by default: the second number makes it symbolic, or the first, where it is marked dynamic."""
+    model = Head({}, torch.float32, "cpu", ce_weight=False)
+    for batch in ((), (3,)) if backend == "aot_eager" else ((),):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend(backend)
+        compiled = torch.compile(model, fullgraph=True, backend=counter)
+        for tokens in (8, 13, 40, 41):
+            x, target = torch.randn(*batch, tokens, 16), torch.randint(0, 300, (*batch, tokens))
+            if marked:
+                torch._dynamo.mark_dynamic(x, len(batch))
+                torch._dynamo.mark_dynamic(target, len(batch))
+            eager, graph = (results(model, run, x, target) for run in (model, compiled))
+            for got, want in zip(graph[0] + graph[1], eager[0] + eager[1], strict=True):
+                assert_close(got, want.double(), 2 * GRADIENT_BOUND[torch.float32], "compiled against eager")
+        assert counter.frame_count == (1 if marked else 2)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_ligers_operator_in_a_graph(monkeypatch, reduction):
     """What the Triton engine does, with Liger's own function replaced by one that runs on a CPU."""

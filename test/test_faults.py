@@ -72,6 +72,131 @@ def test_a_folder_others_can_write_is_not_read(quack_cache, monkeypatch, tmp_pat
     assert not list(Path(quack_cache.CACHE_DIR).rglob("*.o"))
 
 
+def refused(quack_cache, folder, reason):
+    """Whether a folder with a kernel in it is refused for a reason, and the kernel not read."""
+    with pytest.warns(RuntimeWarning, match=f"cannot be kept in .*{reason}.*QUACK_CACHE_DIR=FOLDER"):
+        kernel_cache.use_private_cache()
+    assert str(folder) != quack_cache.CACHE_DIR
+    assert not list(Path(quack_cache.CACHE_DIR).rglob("*.o"))
+
+
+@pytest.fixture
+def chosen(quack_cache, monkeypatch, tmp_path):
+    """A folder for QUACK_CACHE_DIR with a kernel in it, in a folder of its own."""
+    folder = tmp_path / "parent" / "kernels"
+    kernel = folder / "fingerprint" / "planted.o"
+    for part in (folder.parent, folder, kernel.parent):
+        part.mkdir()
+        part.chmod(0o755)
+    kernel.write_bytes(b"")
+    kernel.chmod(0o644)
+    monkeypatch.setattr(quack_cache, "CACHE_DIR", str(folder))
+    return folder
+
+
+def test_a_folder_that_only_its_user_can_write_is_kept(quack_cache, chosen):
+    """Others may look. A sticky parent is /tmp's kind, and a link of the user's own may lead there."""
+    link = chosen.parent / "link"
+    link.symlink_to(chosen)
+    chosen.parent.parent.chmod(0o1777)
+    for folder in (chosen, link):
+        quack_cache.CACHE_DIR = str(folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            kernel_cache.use_private_cache()
+        assert str(folder) == quack_cache.CACHE_DIR
+
+
+@pytest.mark.parametrize(
+    "part, mode, reason",
+    [
+        (".", 0o775, r"others can write to it.*chmod g-w makes it usable"),
+        (".", 0o757, r"others can write to it.*chmod o-w makes it usable"),
+        (".", 0o1777, r"others can write to it.*chmod o-w,g-w makes it usable"),
+        ("..", 0o777, r"others can write to .*/parent, .*chmod o-w.* makes it usable"),
+        ("fingerprint", 0o775, r"others can write to .*/fingerprint, .*chmod 700 .*/kernels makes it usable"),
+        ("fingerprint/planted.o", 0o664, r"others can write to .*/planted.o, .*chmod 700 .*/kernels makes it usable"),
+    ],
+)
+def test_what_others_can_write_is_not_read(quack_cache, chosen, part, mode, reason):
+    (chosen / part).resolve().chmod(mode)
+    refused(quack_cache, chosen, reason)
+    (chosen / part).resolve().chmod(0o700)  # the remedies are ones
+    for folder in (chosen, chosen.parent):
+        folder.chmod(0o700)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quack_cache.CACHE_DIR = str(chosen)
+        kernel_cache.use_private_cache()
+    assert str(chosen) == quack_cache.CACHE_DIR
+
+
+def test_a_group_that_is_the_users_alone_may_write_above_the_folder(quack_cache, chosen, monkeypatch):
+    """A umask of 002 leaves ~/.cache so."""
+    chosen.parent.chmod(0o775)
+    for private in (True, False):
+        quack_cache.CACHE_DIR = str(chosen)
+        monkeypatch.setattr(kernel_cache, "_is_private", lambda gid, private=private: private)
+        if private:
+            kernel_cache.use_private_cache()
+            assert str(chosen) == quack_cache.CACHE_DIR
+        else:
+            refused(quack_cache, chosen, "others can write to .*/parent, .*chmod g-w")
+
+
+def test_whose_a_group_is(monkeypatch):
+    import grp
+    import pwd
+    from types import SimpleNamespace
+
+    user = SimpleNamespace(pw_name="ann", pw_gid=77)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: user)
+    for gid, name, members, private in (
+        (77, "ann", [], True),
+        (77, "ann", ["ann"], True),
+        (77, "ann", ["bob"], False),
+        (77, "staff", [], False),
+        (78, "ann", [], False),
+    ):
+        group = SimpleNamespace(gr_name=name, gr_mem=members)
+        monkeypatch.setattr(grp, "getgrgid", lambda gid, group=group: group)
+        assert kernel_cache._is_private(gid) == private, (gid, name, members)
+
+    def unknown(_):
+        raise KeyError
+
+    monkeypatch.setattr(grp, "getgrgid", unknown)
+    assert not kernel_cache._is_private(77)
+
+
+@pytest.mark.parametrize("target", ["kernels", "nothing"])
+def test_a_link_in_the_temporary_folder_is_not_followed(quack_cache, chosen, monkeypatch, target):
+    shared = chosen.parent.parent / "tmp"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    (shared / f"liger_cutedsl-{os.getuid()}").symlink_to(chosen.parent / target)
+    (chosen.parent.parent / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(chosen.parent.parent / "file"))  # no home
+    monkeypatch.setattr(kernel_cache.tempfile, "tempdir", str(shared))
+    quack_cache.CACHE_DIR = None
+    reason = "it is a link in a folder that others can write to" if target == "kernels" else "it cannot be created"
+    refused(quack_cache, shared / f"liger_cutedsl-{os.getuid()}", reason)
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give folders away")
+@pytest.mark.parametrize("part", [".", "..", "fingerprint", "link"])
+def test_what_belongs_to_others_is_not_read(quack_cache, chosen, part):
+    folder, reason = chosen, "belongs to others" if part != "fingerprint" else "others can write to .*/fingerprint"
+    if part == "link":
+        folder = chosen.parent / "link"
+        folder.symlink_to(chosen)
+        os.lchown(folder, 12345, -1)
+    else:
+        os.chown((chosen / part).resolve(), 12345, -1)
+    quack_cache.CACHE_DIR = str(folder)
+    refused(quack_cache, folder, reason)
+
+
 @pytest.mark.parametrize("obstacle", ["it cannot be written", "it cannot be created (read-only)"])
 def test_what_a_read_only_folder_holds_is_found(quack_cache, monkeypatch, tmp_path, obstacle):
     kernel = tmp_path / "fingerprint" / "kernel.o"

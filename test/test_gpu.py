@@ -178,6 +178,37 @@ def test_liger_triton_behind_our_front(reduction):
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("hidden, call", [(64, dict(engine="triton")), (60, {})])
+def test_amp_on_ligers_operator(hidden, call, reduction, bias):
+    """x of 16 bits, as its layers leave it under autocast, and parameters of float32; and what H falls back to."""
+    options = dict(reduction=reduction, label_smoothing=0.1, softcap=10.0, lse_square_scale=1e-3)
+    case = Case(dtype=torch.bfloat16, hidden=hidden, device="cuda", bias=bias is not None, options=options)
+    tensors = case.tensors()
+    for x_dtype in (torch.bfloat16, torch.float32):
+        dtypes = (x_dtype, torch.float32, bias)
+        leaves = [
+            v if v is None else v.detach().to(dtype).requires_grad_()
+            for v, dtype in zip((tensors[0], tensors[1], tensors[3]), dtypes, strict=True)
+        ]
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            out = fused_linear_cross_entropy(
+                leaves[0], leaves[1], tensors[2], bias=leaves[2], return_z_loss=True, **call, **options
+            )
+            assert torch.nn.functional.linear(tensors[0].detach(), leaves[1]).requires_grad, "autocast kept a copy"
+        assert out.loss.dtype == out.z_loss.dtype == torch.float32
+        upstream = torch.linspace(0.5, 1.5, out.loss.numel(), device="cuda").view_as(out.loss)
+        out.loss.backward(upstream)
+        want, grads = reference(*tensors[:4], None, LossOptions(**options), upstream)
+        # Liger rounds logits, dz, products and gradients to 16 bits: dz is off by two logits' roundings, and its own
+        bound = GRADIENT_BOUND[torch.bfloat16] * (2 * float(want["logits"].abs().max()) + 3)
+        for name, leaf, grad in zip(("dx", "dW", "db"), leaves, grads, strict=True):
+            if leaf is not None:
+                assert leaf.grad.dtype == leaf.dtype
+                assert_close(leaf.grad, grad, bound, name)
+
+
 def test_fallback_warns_once(monkeypatch):
     monkeypatch.setattr("liger_cutedsl.routing._warned", False)
     x, weight, target, *_ = Case(dtype=torch.float32, device="cuda").tensors()

@@ -44,8 +44,8 @@ def test_budget_decides_between_schedules():
 
 def test_a_wider_accumulator_counts_against_the_budget():
     x, weight = X.detach().bfloat16().requires_grad_(), W.detach().bfloat16().requires_grad_()
-    plain = liger_cutedsl.explain(x, weight, workspace_mb=55)
-    wide = liger_cutedsl.explain(x, weight, workspace_mb=55, accum_dtype=torch.float32)
+    plain = liger_cutedsl.explain(x, weight, workspace_mb=60)
+    wide = liger_cutedsl.explain(x, weight, workspace_mb=60, accum_dtype=torch.float32)
     assert plain.schedule == wide.schedule == "single_pass"
     assert wide.workspace_bytes > 20000 * 64 * 4
     assert wide.chunk < plain.chunk
@@ -60,6 +60,50 @@ def test_explain_counts_the_gemms_that_run():
     with torch.no_grad():
         assert liger_cutedsl.explain(X, W).gemms == 1
         assert liger_cutedsl.explain(X, W).schedule == "recompute"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("entrance", ["argument", "variable", "class", "functions"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_budget_reaches_the_memory_of_every_entrance(entrance, reduction, compiled, monkeypatch):
+    """A budget 64 times as large, by workspace_mb, its variable or Liger's chunk_mem_const, takes more memory."""
+    from liger_cutedsl import LigerFusedLinearCrossEntropyFunction
+    from liger_cutedsl.liger_ops import fused_linear_cross_entropy_forward
+    from test_autograd import peak_bytes
+
+    if entrance == "functions" and (compiled or reduction == "none"):
+        pytest.skip("Liger's functions return eager mode's gradients of a scalar")
+    x, weight = torch.randn(256, 32, requires_grad=True), torch.randn(8192, 32, requires_grad=True)
+    target = torch.randint(0, 8192, (256,))
+    if entrance in ("class", "functions"):
+        monkeypatch.setenv("LIGER_CUTEDSL_WORKSPACE_MB", "0.5")
+
+    def run(times):
+        if entrance == "argument":
+            return fused_linear_cross_entropy(x, weight, target, reduction=reduction, workspace_mb=0.5 * times)
+        if entrance == "variable":
+            return fused_linear_cross_entropy(x, weight, target, reduction=reduction)
+        if entrance == "class":
+            options = (None, None, -100, 0.0, 0.0, reduction, None, False, None, False, False, False, None, None)
+            return LigerFusedLinearCrossEntropyFunction.apply(x, weight, target, *options, times)[0]
+        return fused_linear_cross_entropy_forward(x, weight, target, reduction=reduction, chunk_mem_const=times)[0]
+
+    def peak(times):
+        if entrance == "variable":
+            monkeypatch.setenv("LIGER_CUTEDSL_WORKSPACE_MB", str(0.5 * times))
+        torch._dynamo.reset()
+        call = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
+
+        def step():
+            loss = call(times).sum()
+            return loss.backward() if loss.requires_grad else None
+
+        step()
+        return peak_bytes("cpu", step)
+
+    few, many = peak(1), peak(64)
+    # the exponentials of all of the vocabulary; in a graph, what "none" recomputes in wider tiles
+    assert many > few + 3 * 2**20, (few, many)
 
 
 def test_too_small_a_budget_warns_and_runs():

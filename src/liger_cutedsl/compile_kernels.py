@@ -176,20 +176,22 @@ def _trace(variant: Variant):
         label_smoothing=0.1 if part.smoothing else 0.0,
         return_predicted_tokens=part.argmax,
     )
-    tile = tile_of(exp_kind(options) if variant.kernel == "exp" else variant.kernel, torch.empty(1))
+    here, wide = {"device": "cpu"}, {"dtype": torch.float32, "device": "cpu"}
+    kernel = exp_kind(options) if variant.kernel == "exp" else variant.kernel
+    tile = tile_of(kernel, torch.empty(1, **wide))
     vocab = 2 * tile.tile_n - variant.ragged
-    x = torch.zeros(n, hidden, dtype=DTYPES[variant.dtype])
-    vector = torch.zeros(vocab)
+    x = torch.zeros(n, hidden, dtype=DTYPES[variant.dtype], **here)
+    vector = torch.zeros(vocab, **wide)
     problem = Problem(
         x,
-        torch.zeros(vocab, hidden, dtype=x.dtype),
-        torch.zeros(n, dtype=torch.int64),
+        torch.zeros(vocab, hidden, dtype=x.dtype, **here),
+        torch.zeros(n, dtype=torch.int64, **here),
         vector if part.bias else None,
         vector if part.ce_weight else None,
         options,
     )
-    engine, row = CuteEngine(launch=False), torch.zeros(n)
-    out = torch.empty(n, 2 * tile.tile_n, dtype=x.dtype)[:, :vocab]
+    engine, row = CuteEngine(launch=False), torch.zeros(n, **wide)
+    out = torch.empty(n, 2 * tile.tile_n, dtype=x.dtype, **here)[:, :vocab]
     if variant.kernel == "forward":
         engine.row_statistics(problem, vocab)
     elif variant.kernel == "exp":

@@ -31,6 +31,7 @@ from liger_cutedsl.problem import (
     autocast_dtype,
     check_tensors,
     gradients_needed,
+    planned_device,
 )
 from liger_cutedsl.routing import Settings, give_up_on_cute
 from liger_cutedsl.rows import TargetCheck
@@ -67,7 +68,7 @@ class _Call(NamedTuple):
         """The autocast the graph was traced under."""
         if self.autocast is None:
             return contextlib.nullcontext()
-        return torch.autocast(self.problem.device.type, dtype=self.autocast)
+        return torch.autocast(planned_device(self.problem.device).type, dtype=self.autocast)
 
     @property
     def wanted(self) -> WantedGradients:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from liger_cutedsl.compiled import run_compiled
 from liger_cutedsl.objective import LossOutput
 from liger_cutedsl.options import LossOptions, python_scalar
-from liger_cutedsl.problem import Problem, check_tensors, is_dtensor, wanted_gradients
+from liger_cutedsl.problem import Problem, check_tensors, is_dtensor, planned_device, wanted_gradients
 from liger_cutedsl.routing import Route, Settings, choose_route
 from liger_cutedsl.running import run
+from liger_cutedsl.without_data import planned, shapes_only
 
 
 def fused_linear_cross_entropy(
@@ -47,10 +51,11 @@ def fused_linear_cross_entropy(
             )
         x, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     route = dict(engine=engine, schedule=schedule, workspace_mb=workspace_mb)
-    if torch.compiler.is_compiling() and plain and not is_dtensor(weight):
+    tensors = (x, weight, target, bias, ce_weight)
+    if plain and not is_dtensor(weight) and (torch.compiler.is_compiling() or shapes_only(*tensors)):
         _check_traceable(options)
-        return run_compiled(x, weight, target, bias, ce_weight, **route, **options).result(shape)
-    problem = Problem(x, weight, target, bias, ce_weight, LossOptions(**options))
+        return run_compiled(*tensors, **route, **options).result(shape)
+    problem = Problem(*tensors, LossOptions(**options))
     return run(problem, Settings.resolve(**route)).result(shape)
 
 
@@ -100,11 +105,12 @@ class LigerFusedLinearCrossEntropyFunction:
             return_token_accuracy=return_token_accuracy,
             return_predicted_tokens=return_predicted_tokens,
         )
-        if torch.compiler.is_compiling() and not (is_dtensor(weight) or is_dtensor(_input)):
+        tensors = (_input, weight, target, bias, ce_weight)
+        plain = not (is_dtensor(weight) or is_dtensor(_input))
+        if plain and (torch.compiler.is_compiling() or shapes_only(*tensors)):
             _check_traceable(dict(options, chunk_mem_const=chunk_mem_const))
-            tensors = (_input, weight, target, bias, ce_weight)
             return tuple(run_compiled(*tensors, chunk_mem_const=chunk_mem_const, **options))
-        problem = Problem(_input, weight, target, bias, ce_weight, LossOptions(**options))
+        problem = Problem(*tensors, LossOptions(**options))
         return tuple(run(problem, Settings.resolve(chunk_mem_const=python_scalar(chunk_mem_const))))
 
 
@@ -132,12 +138,20 @@ def explain(
 ) -> Route:
     """The route fused_linear_cross_entropy would take with these arguments, without running anything.
 
-    Takes meta or fake tensors too. target may be left out. (While a CUDA graph is captured, targets cannot be read, and
-    a float16 mean takes `recompute`.)
+    Takes tensors without data too: fake ones, and meta ones, which are taken for the GPU's where there is one, else for
+    the CPU's. target may be left out. (While a CUDA graph is captured, targets cannot be read, and a float16 mean
+    takes `recompute`.)
     """
     x = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
     if target is None:
-        target = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
-    problem = Problem(x, weight, target.reshape(-1), bias, ce_weight, LossOptions(**options), dense=True)
+        with FakeTensorMode():  # nothing is allocated
+            target = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
+    elif target.dim() != 1:
+        target = target.reshape(-1)
+    problem = Problem(x, weight, target, bias, ce_weight, LossOptions(**options), dense=True)
     check_tensors(problem)
-    return choose_route(problem, wanted_gradients(problem), Settings.resolve(engine, schedule, workspace_mb))
+    wanted, settings = wanted_gradients(problem), Settings.resolve(engine, schedule, workspace_mb)
+    route = choose_route(planned(problem), wanted, settings)
+    if not x.is_meta:
+        return route
+    return replace(route, reason=f"{route.reason} (meta tensors, taken for {planned_device(x.device).type}'s)")

@@ -142,9 +142,17 @@ class WantedGradients:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype in which autocast runs matrix products on this device, or None where it is off."""
-    if not torch.is_autocast_enabled(device.type):
+    kind = planned_device(device).type
+    if not torch.is_autocast_enabled(kind):
         return None
-    return torch.get_autocast_dtype(device.type)
+    return torch.get_autocast_dtype(kind)
+
+
+def planned_device(device: torch.device) -> torch.device:
+    """The device itself; for meta tensors, which stand for what is to be: the GPU where there is one, else the CPU."""
+    if device.type != "meta":
+        return device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def product_dtype(matrix: torch.Tensor) -> torch.dtype:

@@ -253,6 +253,8 @@ def cute_obstacle(problem: Problem, settings: Settings) -> str | None:
         return f"the CuTe kernels need a GPU, and these are {problem.device.type} tensors"
     if torch.version.hip is not None:
         return "the CuTe kernels need an NVIDIA GPU"
+    if not torch.cuda.is_initialized() and not torch.cuda.is_available():  # fake tensors
+        return "the CuTe kernels need a GPU, and torch finds none here"
     capability = torch.cuda.get_device_capability(problem.device)
     if capability not in CUTE_CAPABILITIES:
         return "the CuTe kernels need sm_90, sm_100 or sm_103, and this GPU is sm_{}{}".format(*capability)

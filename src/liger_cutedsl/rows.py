@@ -10,6 +10,7 @@ import torch
 
 from liger_cutedsl.objective import LossOutput
 from liger_cutedsl.problem import Gradients, Problem
+from liger_cutedsl.without_data import refuse_without_data
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,9 @@ class TargetCheck:
     _ignored_last_time: dict[torch.device, bool] = {}  # noqa: RUF012
 
     def __init__(self, problem: Problem, vocab: int | None = None):
-        """vocab: the size targets are checked against, where it is not problem's own."""
+        """vocab: the size targets are checked against, where it is not problem's own. Raises TypeError for tensors
+        without data."""
+        refuse_without_data(problem)
         self.problem, self._vocab = problem, problem.vocab if vocab is None else vocab
         target, ignore_index = problem.target, problem.options.ignore_index
         self._host = self._ready = None
@@ -125,7 +128,7 @@ class TargetCheck:
 def _pinned_slots() -> tuple[torch.Tensor, ...]:
     """Page-locked (3,) int64 tensors. Allocating one costs more than everything else a check does, so they go round:
     each belongs to its call until 1024 others were given out."""
-    return torch.empty(1024, 3, dtype=torch.int64, pin_memory=True).unbind()
+    return torch.empty(1024, 3, dtype=torch.int64, device="cpu", pin_memory=True).unbind()
 
 
 _next_slot = itertools.count()

@@ -182,7 +182,7 @@ def _gathered(
         index = local.target.long().clamp(0, max(local.vocab - 1, 0))
         own = local.ce_weight[index] if local.vocab else torch.zeros_like(stats.lse)
         columns.append(torch.where(here, own, 0.0))
-    total = local.ce_weight.sum() if weighted else torch.tensor(float(shard.valid))
+    total = local.ce_weight.sum() if weighted else stats.lse.new_full((), float(shard.valid))
     header = torch.tensor(shard.header(), dtype=stats.lse.dtype, device=whole.device)
     packed = torch.cat([header, total.to(header)[None], *columns])
     world = dist.get_world_size(shard.group)

@@ -130,7 +130,7 @@ class CuteEngine:
     ) -> torch.Tensor | None:
         """Turns exponentials (n, V) into dz in place, the targets' own entries exact. column_sums: returns Σ_i dz."""
         if not self._launch:
-            return torch.empty(problem.vocab, device=e.device) if column_sums else None
+            return torch.empty(problem.vocab, dtype=torch.float32, device=e.device) if column_sums else None
         return dz_of_exp(
             problem, e, tile_max, lse, rows, self.exp_tile(problem), exp_headroom(problem.x.dtype), column_sums
         )
@@ -140,13 +140,14 @@ class CuteEngine:
 
         "partials" is one (N, tiles) buffer, for the kernel's own sums.
         """
-        tile, n, device = tile_of(kernel, problem.x), problem.tokens, problem.device
+        tile, n = tile_of(kernel, problem.x), problem.tokens
+        vector = {"dtype": torch.float32, "device": problem.device}
         tiles = -(-problem.vocab // tile.tile_n)
         values = _operand_values(part.forward_operands, problem, Tile(0, problem.vocab))
         values["target"] = vector_operand(problem.target.to(torch.int32))
         # A target in no tile, or one whose logit is −inf, is never written.
-        values["target_logit"] = torch.full((n,), -torch.inf, device=device)
-        values["partials"] = torch.empty(n, tiles, device=device)
+        values["target_logit"] = torch.full((n,), -torch.inf, **vector)
+        values["partials"] = torch.empty(n, tiles, **vector)
         if part.smoothing:
             values["weighted_sum"] = torch.empty_like(values["partials"])
         return values, tile, problem.vocab % tile.tile_n != 0

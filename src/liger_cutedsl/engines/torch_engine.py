@@ -38,14 +38,17 @@ class TorchEngine:
         return self._dz_dtype or torch.promote_types(gemm_dtype, torch.float32)
 
     def column_bytes(self, problem: Problem) -> int:
-        """Workspace a column of a vocabulary tile takes: some six (N, tile) temporaries, and a widened row of W."""
-        return problem.compute_dtype.itemsize * (6 * problem.tokens + problem.hidden)
+        """Workspace a column of a vocabulary tile takes: (N, tile) temporaries, as many as measured, and a row of W,
+        widened."""
+        temporaries = 6 if problem.options.softcap is None else 9
+        return problem.compute_dtype.itemsize * (temporaries * problem.tokens + problem.hidden)
 
     def tile_width(self, problem: Problem, fitting: int, kept: int) -> int:
         return min(fitting, 8192)  # wider tiles gain nothing
 
     def forward_bytes(self, problem: Problem, tile_width: int, kept: int) -> int:
-        return self.column_bytes(problem) * max(tile_width, self.exp_tile(problem) if kept else 0)
+        kept_part = self._exp_temporaries(problem, problem.tokens) if kept else 0
+        return max(self.column_bytes(problem) * tile_width, kept_part)
 
     def gemm_operand(self, x: torch.Tensor) -> torch.Tensor:
         """A matrix in the dtype this engine multiplies in."""
@@ -82,9 +85,16 @@ class TorchEngine:
         return 192
 
     def chunk_bytes(self, problem: Problem, rows: int) -> int:
-        """Workspace of a chunk of `rows` tokens: exponentials, and some six temporaries of a tile."""
-        itemsize = problem.compute_dtype.itemsize
-        return itemsize * (rows * (problem.vocab + 8 * self.exp_tile(problem)) + problem.tokens * 8)
+        """Workspace of a chunk of `rows` tokens: exponentials, temporaries of a tile, and a 16-bit W, or its gradient,
+        widened."""
+        widened = problem.vocab * problem.hidden if problem.gemm_dtype.itemsize == 2 else 0
+        numbers = rows * problem.vocab + problem.tokens * 8 + widened
+        return problem.compute_dtype.itemsize * numbers + self._exp_temporaries(problem, rows)
+
+    def _exp_temporaries(self, problem: Problem, rows: int) -> int:
+        """Bytes of the temporaries of a tile of exponentials, as many as measured."""
+        temporaries = 6 + 2 * (problem.bias is not None) + 4 * (problem.options.softcap is not None)
+        return problem.compute_dtype.itemsize * temporaries * rows * self.exp_tile(problem)
 
     def chunk_size(self, problem: Problem, fitting: int) -> int:
         return fitting

@@ -27,7 +27,7 @@ def _fold_lse(partials, lse, tiles, stride, BLOCK: tl.constexpr):
 def fold_lse(partials: torch.Tensor) -> torch.Tensor:
     """(N,) log Σ_j exp partials[i, j] of (N, tiles) float32. NaN partials give NaN."""
     n, tiles = partials.shape
-    lse = torch.empty(n, device=partials.device)
+    lse = torch.empty(n, dtype=torch.float32, device=partials.device)
     with torch.cuda.device(partials.device):
         block = min(1024, triton.next_power_of_2(tiles))
         _fold_lse[(n,)](partials, lse, tiles, partials.stride(0), BLOCK=block, num_warps=4)
@@ -102,7 +102,7 @@ def _fold_exp(tile_max, sums, lse, tiles, headroom, BLOCK: tl.constexpr):
 def fold_exp(tile_max: torch.Tensor, sums: torch.Tensor, headroom: int) -> torch.Tensor:
     """lse (N,) of exponentials' tile maxima and sums (N, tiles), contiguous float32; the sums carry 2^headroom."""
     n, tiles = tile_max.shape
-    lse = torch.empty(n, device=tile_max.device)
+    lse = torch.empty(n, dtype=torch.float32, device=tile_max.device)
     with torch.cuda.device(lse.device):
         block = min(1024, triton.next_power_of_2(tiles))
         _fold_exp[(n,)](tile_max, sums, lse, tiles, float(headroom), BLOCK=block, num_warps=4)
@@ -179,7 +179,9 @@ def dz_of_exp(
     """
     options, unused = problem.options, lse
     (n, vocab), block, at_once = e.shape, 2048, SUMMED_ROWS if column_sums else 1
-    sums = torch.empty(triton.cdiv(n, at_once), vocab, device=e.device) if column_sums else unused
+    sums = unused
+    if column_sums:
+        sums = torch.empty(triton.cdiv(n, at_once), vocab, dtype=torch.float32, device=e.device)
     with torch.cuda.device(e.device):
         # rows first: a grid's second dimension ends at 65535
         _dz_of_exp[(triton.cdiv(n, at_once), triton.cdiv(vocab, block))](

@@ -41,13 +41,14 @@ def backward(
 def _call(problem: Problem, route: Route, wanted: WantedGradients, token_grad_output=None):
     from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
 
-    options = problem.options
-    if problem.target.dtype != torch.int64:
-        problem = replace(problem, target=problem.target.long())
+    options, problem = problem.options, _readable(problem)
     accum_dtype = options.accum_dtype
     if accum_dtype is None and wanted.weight == torch.float32:
         accum_dtype = torch.float32  # the sum is returned in float32 anyway: under AMP too
-    with torch.autocast(problem.device.type, dtype=route.dtype, enabled=route.dtype != problem.x.dtype):
+    # Liger's products take what autocast makes of their operands. A bias wider than x makes logits and dz wider, too.
+    operands = [t.dtype for t in (problem.x, problem.weight, problem.bias) if t is not None]
+    mixed = route.dtype.itemsize == 2 and any(dtype != route.dtype for dtype in operands)
+    with torch.autocast(problem.device.type, dtype=route.dtype, enabled=mixed):
         loss, z_loss, accuracy, predicted, *grads = fused_linear_cross_entropy_forward(
             problem.x,
             problem.weight,
@@ -68,7 +69,21 @@ def _call(problem: Problem, route: Route, wanted: WantedGradients, token_grad_ou
             compute_gradients=bool(wanted),
             weight_requires_grad=wanted.weight is not None,
         )
-    z_loss = None if z_loss is None else z_loss.float()  # Liger's comes in the input's dtype
     dtypes = (wanted.x, wanted.weight, wanted.bias)
     gradients = Gradients(*(None if d is None else g.to(d) for d, g in zip(dtypes, grads, strict=True)))
+    z_loss = None if z_loss is None else z_loss.to(loss.dtype)  # Liger's is in x's dtype
     return LossOutput(loss, z_loss, accuracy, predicted), gradients
+
+
+def _readable(problem: Problem) -> Problem:
+    """The problem as Liger's function takes it: int64 targets, bias of x's dtype or float32, class weights in float32,
+    because it sums them in their own; and a weight of which autocast keeps no copy, which a layer that shares the
+    weight would take for one with a gradient."""
+    compute, bias, ce_weight = problem.compute_dtype, problem.bias, problem.ce_weight
+    return replace(
+        problem,
+        weight=problem.weight.detach(),
+        target=problem.target.long(),
+        bias=bias if bias is None or bias.dtype == problem.x.dtype else bias.to(compute),
+        ce_weight=None if ce_weight is None else ce_weight.to(compute),
+    )
