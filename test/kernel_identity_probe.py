@@ -15,7 +15,7 @@ os.environ.update(QUACK_ARCH=arch[3:].rstrip("a"), CUTE_DSL_ARCH=arch, CUDA_VISI
 
 import quack.gemm_runtime.host as host  # noqa: E402
 
-from liger_cutedsl.compile_kernels import Variant, _trace, disassemble  # noqa: E402
+from liger_cutedsl.ahead_of_time import Variant, _trace, disassemble  # noqa: E402
 from liger_cutedsl.epilogues import Epilogue  # noqa: E402
 
 host.get_max_active_clusters = lambda *_: 1

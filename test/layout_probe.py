@@ -19,7 +19,7 @@ import quack.epilogue.ops as ops  # noqa: E402
 import quack.gemm_runtime.host as host  # noqa: E402
 from quack.sm90_utils import partition_for_epilogue  # noqa: E402
 
-from liger_cutedsl.compile_kernels import _trace, all_variants  # noqa: E402
+from liger_cutedsl.ahead_of_time import _trace, all_variants  # noqa: E402
 from liger_cutedsl.engines.cute_ops import _column_offsets  # noqa: E402
 
 found = []

@@ -18,9 +18,9 @@ import triton.language as tl
 
 import liger_cutedsl
 from liger_cutedsl import LigerFusedLinearCrossEntropyFunction, LossOptions, fused_linear_cross_entropy, routing
+from liger_cutedsl.autograd import run_with_gradients
 from liger_cutedsl.problem import Problem, WantedGradients
 from liger_cutedsl.routing import Settings
-from liger_cutedsl.running import run_with_gradients
 from reference import Case, assert_close, check_case, check_predictions, reference
 
 

@@ -235,7 +235,7 @@ def test_a_batch_of_upstream_gradients_is_refused(place):
 @pytest.mark.parametrize("ce_weight", [False, True])
 def test_token_gradients_of_ligers_function(monkeypatch, place, reduction, ce_weight):
     """token_grad_output weighs each token's share of the gradients, whatever the reduction, and not the loss."""
-    from liger_cutedsl.liger_ops import fused_linear_cross_entropy_forward
+    from liger_cutedsl.liger.operators import fused_linear_cross_entropy_forward
 
     monkeypatch.setenv("LIGER_CUTEDSL_ENGINE", place.engine)
     monkeypatch.setenv("LIGER_CUTEDSL_SCHEDULE", place.schedule)
@@ -249,7 +249,7 @@ def test_token_gradients_of_ligers_function(monkeypatch, place, reduction, ce_we
 @pytest.mark.gpu
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_token_gradients_by_ligers_operator(monkeypatch, reduction):
-    from liger_cutedsl.liger_ops import fused_linear_cross_entropy_forward
+    from liger_cutedsl.liger.operators import fused_linear_cross_entropy_forward
 
     monkeypatch.setenv("LIGER_CUTEDSL_ENGINE", "triton")
     monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee")
@@ -396,7 +396,7 @@ def test_autocast_leaves_float64_alone(place, reduction):
 
 def round_dz_to(monkeypatch, dtype):
     """Makes the torch engine store dz in 16 bits, as the GPU engine does."""
-    monkeypatch.setattr("liger_cutedsl.running.make_engine", lambda *_: TorchEngine(dz_dtype=dtype))
+    monkeypatch.setattr("liger_cutedsl.autograd.make_engine", lambda *_: TorchEngine(dz_dtype=dtype))
 
 
 @pytest.mark.parametrize("amp_dtype", [torch.bfloat16, torch.float16])

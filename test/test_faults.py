@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import liger_cutedsl
-from liger_cutedsl import compile_kernels, fused_linear_cross_entropy, kernel_cache, routing, versions
+from liger_cutedsl import ahead_of_time, fused_linear_cross_entropy, kernel_cache, routing, versions
 from liger_cutedsl.engines import KernelFailure
 from liger_cutedsl.engines.torch_engine import TorchEngine
 from reference import Case
@@ -221,7 +221,7 @@ def compile_once(folder, count=1):
     pytest.importorskip("quack")
     code = (
         "import sys, quack.gemm_runtime.host as host; host.get_max_active_clusters = lambda *_: 1\n"
-        "from liger_cutedsl.compile_kernels import _trace, all_variants\n"
+        "from liger_cutedsl.ahead_of_time import _trace, all_variants\n"
         f"_trace(next(v for v in all_variants() if v.name == {ONE_KERNEL!r})); print('done')"
     )
     environment = {**os.environ, "QUACK_ARCH": "90", "CUDA_VISIBLE_DEVICES": "", "QUACK_CACHE_DIR": str(folder)}
@@ -278,7 +278,7 @@ def broken_cute(request, monkeypatch):
     monkeypatch.setattr(routing, "_choose_engine", choose)
     monkeypatch.setattr(routing, "_kernel_failure", None)
     monkeypatch.setattr(routing, "make_engine", make)
-    monkeypatch.setattr("liger_cutedsl.running.make_engine", make)
+    monkeypatch.setattr("liger_cutedsl.autograd.make_engine", make)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -323,7 +323,7 @@ def test_a_kernel_that_fails_in_backward_is_replaced_unless_it_was_forced(broken
 
 
 def test_ligers_functions_survive_a_kernel_that_fails(broken_cute):
-    from liger_cutedsl.liger_ops import fused_linear_cross_entropy_forward
+    from liger_cutedsl.liger.operators import fused_linear_cross_entropy_forward
 
     x, weight, target = torch.randn(8, 16), torch.randn(50, 16, requires_grad=True), torch.arange(8)
     loss, *_, grad_weight, _ = fused_linear_cross_entropy_forward(x, weight, target, compute_gradients=True)
@@ -351,10 +351,10 @@ def test_a_broken_cute_dsl_is_a_reason(monkeypatch):
 
 
 def test_a_missing_disassembler_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(compile_kernels.importlib.util, "find_spec", lambda *_: None)
-    monkeypatch.setattr(compile_kernels.shutil, "which", lambda *_: None)
+    monkeypatch.setattr(ahead_of_time.importlib.util, "find_spec", lambda *_: None)
+    monkeypatch.setattr(ahead_of_time.shutil, "which", lambda *_: None)
     with pytest.raises(RuntimeError, match="pip install nvidia-cuda-nvdisasm"):
-        compile_kernels.find_nvdisasm.__wrapped__()
+        ahead_of_time.find_nvdisasm.__wrapped__()
 
 
 @pytest.fixture

@@ -101,7 +101,7 @@ def test_defaults_change_nothing_for_ligers_class_and_functions(name):
         ),
         name,
     )
-    from liger_cutedsl.liger_ops import fused_linear_cross_entropy_forward as forward
+    from liger_cutedsl.liger.operators import fused_linear_cross_entropy_forward as forward
 
     assert_same_bits(lambda: [v.detach() for v in forward(x, weight, target, bias=bias) if v is not None], name)
 
@@ -171,7 +171,7 @@ def test_kernels_compile_under_another_default_dtype(tmp_path):
         "import torch, quack.gemm_runtime.host as host; host.get_max_active_clusters = lambda *_: 1\n"
         "torch.set_default_dtype(torch.bfloat16)\n"
         "torch.set_default_device('meta')\n"
-        "from liger_cutedsl.compile_kernels import _trace, all_variants\n"
+        "from liger_cutedsl.ahead_of_time import _trace, all_variants\n"
         f"for variant in all_variants():\n    if variant.name in {kernels!r}: print('done', _trace(variant))"
     )
     environment = {**os.environ, "QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a", "CUDA_VISIBLE_DEVICES": ""}
@@ -278,7 +278,7 @@ def test_explain_of_a_gpus_fake_tensors_where_there_is_no_gpu():
 
 
 def test_what_needs_data_is_refused_by_name(one_rank):
-    from liger_cutedsl.liger_ops import fused_linear_cross_entropy_forward as forward
+    from liger_cutedsl.liger.operators import fused_linear_cross_entropy_forward as forward
 
     x, weight, target, *_ = Case(dtype=torch.float32).tensors()
     split = liger_cutedsl.vocab_parallel_fused_linear_cross_entropy

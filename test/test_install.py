@@ -131,7 +131,7 @@ def test_runs_where_cute_dsl_is_missing(fresh_python):
 
 def test_report(fresh_python):
     done = subprocess.run([fresh_python, "-m", "liger_cutedsl"], capture_output=True, text=True, cwd="/", check=True)
-    assert "LIGER_KERNEL_IMPL=cutedsl loads liger_cutedsl.liger_ops" in done.stdout
+    assert "LIGER_KERNEL_IMPL=cutedsl loads liger_cutedsl.liger.operators" in done.stdout
     assert "Llama-3 8B" in done.stdout and "torch" in done.stdout
 
 

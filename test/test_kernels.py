@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import liger_cutedsl
-from liger_cutedsl import compile_kernels
+from liger_cutedsl import ahead_of_time
 from liger_cutedsl.__main__ import main
-from liger_cutedsl.compile_kernels import Compiled, check
+from liger_cutedsl.ahead_of_time import Compiled, check
 from liger_cutedsl.epilogues import Epilogue
 
 pytest.importorskip("quack", reason="quack is not installed")
@@ -34,7 +34,7 @@ def test_kernels_compile_for_every_architecture(capsys):
     status = main(["compile", "--typical", "--json"])
     kernels = [Compiled(**row) for row in json.loads(capsys.readouterr().out)]
     assert status == 0, [k for k in kernels if k.error]
-    assert {k.arch for k in kernels} == set(compile_kernels.ARCHITECTURES)
+    assert {k.arch for k in kernels} == set(ahead_of_time.ARCHITECTURES)
     for k in kernels:
         assert k.registers > 0 and k.seconds > 0
         if k.arch != "sm_90a":
@@ -48,11 +48,11 @@ def test_kernels_compile_for_every_architecture(capsys):
 
 def test_compile_prints_a_table_and_fails_where_a_kernel_does(monkeypatch, capsys):
     good = Compiled("sm_100a", "forward/bf16/plain", "256x256/2x1", 200, 0, "4 UTCHMMA.2CTA", 0, 2.0)
-    monkeypatch.setattr(compile_kernels, "compile_architecture", lambda *_: [good])
+    monkeypatch.setattr(ahead_of_time, "compile_architecture", lambda *_: [good])
     assert main(["compile", "--arch", "sm_100a"]) == 0
     assert "UTCHMMA.2CTA" in capsys.readouterr().out
     bad = Compiled("sm_100a", "forward/bf16/plain", error="broken")
-    monkeypatch.setattr(compile_kernels, "compile_architecture", lambda *_: [good, bad])
+    monkeypatch.setattr(ahead_of_time, "compile_architecture", lambda *_: [good, bad])
     assert main(["compile", "--arch", "sm_100a"]) == 1
     assert "FAILED: broken" in capsys.readouterr().out
 
@@ -141,8 +141,8 @@ def test_each_dtype_has_a_kernel_with_its_own_constants(bf16_then_fp16, tmp_path
 
 def test_compile_and_later_processes_share_kernels_but_not_those_of_another_dtype(tmp_path, monkeypatch):
     monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path / "compiled"))
-    variants = [compile_kernels.Variant("exp", Epilogue(), dtype) for dtype in ("bf16", "fp16")]
-    compiled = compile_kernels.compile_architecture("sm_100a", variants, jobs=1)
+    variants = [ahead_of_time.Variant("exp", Epilogue(), dtype) for dtype in ("bf16", "fp16")]
+    compiled = ahead_of_time.compile_architecture("sm_100a", variants, jobs=1)
     assert not any(kernel.error for kernel in compiled)
     found = cached_kernels(tmp_path / "compiled", "sm_100a")
     assert set(found) == BOTH

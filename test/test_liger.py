@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import liger_cutedsl
-from liger_cutedsl import LossOptions, liger_ops
+from liger_cutedsl import LossOptions
+from liger_cutedsl.liger import operators
 from reference import assert_close, reference
 from stacks import ONLY_THE_LOSS, SMALL, count_calls
 
@@ -73,7 +74,7 @@ def test_second_dispatcher_refuses_an_unknown_mode(enabled):
 
 
 def test_forward_and_backward_functions():
-    from liger_cutedsl.liger_ops import (
+    from liger_cutedsl.liger.operators import (
         fused_linear_cross_entropy_backward,
         fused_linear_cross_entropy_forward,
     )
@@ -149,7 +150,7 @@ def test_enable_rebinds_whatever_is_bound_to_the_operator(modules, monkeypatch):
     import liger_kernel.ops as ops
 
     stock = [getattr(ops, name) for name in NAMES]
-    ours = [getattr(liger_ops, name) for name in NAMES]
+    ours = [getattr(operators, name) for name in NAMES]
     assert not {*stock} & {*ours}
     held = dict(Theirs=stock[0], forward=stock[1], other=sys)
     user, below = modules("somebodys_trainer", **held), modules("somebodys.trainer.loss", again=stock[0], **held)
@@ -171,7 +172,7 @@ def test_enable_rebinds_whatever_is_bound_to_the_operator(modules, monkeypatch):
     assert below.again is mine.Theirs is later.Theirs is sys.modules["__main__"].imported_by_name is stock[0]
     assert mine.Ours is ours[0], "what was ours before enable() is not Liger's"
     assert (
-        liger_cutedsl.LigerFusedLinearCrossEntropyFunction is liger_ops.LigerFusedLinearCrossEntropyFunction is ours[0]
+        liger_cutedsl.LigerFusedLinearCrossEntropyFunction is operators.LigerFusedLinearCrossEntropyFunction is ours[0]
     )
 
 
@@ -198,7 +199,7 @@ def test_liger_finds_us_where_its_second_dispatcher_is_called_first(variable):
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     first, names = done.stdout.splitlines()
-    assert first == "liger_cutedsl.liger_dispatch"
+    assert first == "liger_cutedsl.liger.dispatch"
     *names, automatic = names.split()
     assert names == ["nvidia-cutedsl", "nvidia-cutedsl-stock", "nvidia-triton"] and automatic != "nvidia-cutedsl"
 
@@ -222,15 +223,15 @@ def test_ligers_other_operators_come_along_only_where_they_run(gpus, run):
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     loss, *others, gelu = done.stdout.split()
-    assert loss == "liger_cutedsl.function" and gelu == "liger_kernel.ops.geglu"
+    assert loss == "liger_cutedsl.api" and gelu == "liger_kernel.ops.geglu"
     assert [name.startswith("liger_kernel.ops.cutedsl.") for name in others] == [run] * 4, others
 
 
 def test_ligers_other_operators_stay_where_cute_dsl_is_broken(monkeypatch):
-    monkeypatch.setattr(liger_ops, "_stock_obstacle", lambda: None)
+    monkeypatch.setattr(operators, "_stock_obstacle", lambda: None)
     monkeypatch.setitem(sys.modules, "liger_kernel.ops.cutedsl.ops", types.ModuleType("without __all__"))
     monkeypatch.setattr("liger_kernel.ops.cutedsl.ops", types.ModuleType("without __all__"), raising=False)
-    assert liger_ops._stock_operators() == {}
+    assert operators._stock_operators() == {}
 
 
 WITHOUT_LIGER = """
@@ -257,7 +258,7 @@ try:
 except ImportError as error:
     print(error)
 try:
-    import liger_cutedsl.liger_dispatch
+    import liger_cutedsl.liger.dispatch
 except ImportError as error:
     print(error)
 from liger_cutedsl.__main__ import main

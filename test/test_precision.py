@@ -58,7 +58,7 @@ def test_a_large_softcap_with_label_smoothing(place, cap, smoothing):
 
 def store_fp16_dz(monkeypatch):
     """Makes the torch engine store exponentials and dz in float16, as the GPU engine does."""
-    for module in ("running", "routing"):
+    for module in ("autograd", "routing"):
         monkeypatch.setattr(f"liger_cutedsl.{module}.make_engine", lambda *_: TorchEngine(dz_dtype=torch.float16))
 
 
@@ -148,7 +148,7 @@ def test_nan_in_rows_that_are_masked_because_nothing_can_be_read(place, monkeypa
         return torch.autograd.grad(loss.sum(), (x, weight, bias))
 
     expected = gradients(clean)
-    monkeypatch.setattr("liger_cutedsl.running.TargetCheck", Unreadable)
+    monkeypatch.setattr("liger_cutedsl.autograd.TargetCheck", Unreadable)
     spoilt = clean.clone()
     spoilt[target == -100] = torch.nan
     for got, want in zip(gradients(spoilt), expected, strict=True):

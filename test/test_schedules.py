@@ -68,7 +68,7 @@ def test_explain_counts_the_gemms_that_run():
 def test_the_budget_reaches_the_memory_of_every_entrance(entrance, reduction, compiled, monkeypatch):
     """A budget 64 times as large, by workspace_mb, its variable or Liger's chunk_mem_const, takes more memory."""
     from liger_cutedsl import LigerFusedLinearCrossEntropyFunction
-    from liger_cutedsl.liger_ops import fused_linear_cross_entropy_forward
+    from liger_cutedsl.liger.operators import fused_linear_cross_entropy_forward
     from test_autograd import peak_bytes
 
     if entrance == "functions" and (compiled or reduction == "none"):

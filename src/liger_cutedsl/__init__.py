@@ -6,8 +6,8 @@
 LIGER_KERNEL_IMPL=cutedsl makes Liger-Kernel use it; liger_cutedsl.enable() does so without the variable.
 """
 
-from liger_cutedsl.function import LigerFusedLinearCrossEntropyFunction, explain, fused_linear_cross_entropy
-from liger_cutedsl.liger_switch import disable, enable
+from liger_cutedsl.api import LigerFusedLinearCrossEntropyFunction, explain, fused_linear_cross_entropy
+from liger_cutedsl.liger.switch import disable, enable
 from liger_cutedsl.objective import LossOutput
 from liger_cutedsl.options import LossOptions
 from liger_cutedsl.routing import Route

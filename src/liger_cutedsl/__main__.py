@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from liger_cutedsl import compile_kernels, explain
+from liger_cutedsl import ahead_of_time, explain
 from liger_cutedsl.kernel_cache import chosen_folder, obstacle_of
 from liger_cutedsl.versions import TESTED, installed, is_untested, tested
 
@@ -121,7 +121,7 @@ def _registered_elsewhere() -> str | None:
     except Exception:  # there is none; or the report says that it does not import
         return None
     selected = IMPL_REGISTRY.get("cutedsl")
-    if selected is not None and selected.module_path == "liger_cutedsl.liger_ops":
+    if selected is not None and selected.module_path == "liger_cutedsl.liger.operators":
         return None
     ours, liger = _registration(), Path(liger_kernel.__file__).parent
     if ours is None:
@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="compile")
     compiling = commands.add_parser("compile", help="compile the CuTe kernels; needs no GPU")
     compiling.add_argument(
-        "--arch", action="append", choices=compile_kernels.ARCHITECTURES, help="may be given more than once"
+        "--arch", action="append", choices=ahead_of_time.ARCHITECTURES, help="may be given more than once"
     )
     compiling.add_argument("--typical", action="store_true", help="a representative few instead of every kernel")
     compiling.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
@@ -161,11 +161,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_compile(chosen) -> int:
     """Compiles, prints, and returns 1 where a kernel failed or is not what it should be."""
-    variants = compile_kernels.typical_variants() if chosen.typical else compile_kernels.all_variants()
+    variants = ahead_of_time.typical_variants() if chosen.typical else ahead_of_time.all_variants()
     results = []
-    for arch in chosen.arch or compile_kernels.ARCHITECTURES:
-        results += compile_kernels.compile_architecture(arch, variants, max(1, chosen.jobs))
-    print(json.dumps([asdict(r) for r in results], indent=1) if chosen.json else compile_kernels.table(results))
+    for arch in chosen.arch or ahead_of_time.ARCHITECTURES:
+        results += ahead_of_time.compile_architecture(arch, variants, max(1, chosen.jobs))
+    print(json.dumps([asdict(r) for r in results], indent=1) if chosen.json else ahead_of_time.table(results))
     return int(any(r.error for r in results))
 
 

@@ -97,7 +97,7 @@ def _split(problem: Problem, dim: int) -> Problem:
 def _run_replicated(problem: Problem, settings: Settings) -> LossOutput:
     from torch.distributed.tensor import Replicate
 
-    from liger_cutedsl.running import run
+    from liger_cutedsl.autograd import run
 
     local = {}
     for name in ("x", "weight", "target", *_VECTORS):

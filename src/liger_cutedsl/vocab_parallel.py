@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from liger_cutedsl.autograd import between_graphs
 from liger_cutedsl.derivatives import refuse_batched_upstream, without_second_derivative
 from liger_cutedsl.engines import make_engine
 from liger_cutedsl.epilogues import EXACT_INDICES
@@ -26,9 +27,8 @@ from liger_cutedsl.problem import TENSORS, Problem, WantedGradients, check_tenso
 from liger_cutedsl.readable import check_still_readable
 from liger_cutedsl.routing import Route, Settings, choose_route
 from liger_cutedsl.rows import Rows, TargetCheck
-from liger_cutedsl.running import between_graphs
 from liger_cutedsl.schedules import recompute
-from liger_cutedsl.vocab_shard import OtherShards, VocabShard, agreed
+from liger_cutedsl.split import OtherShards, VocabShard, agreed
 
 
 def vocab_parallel_fused_linear_cross_entropy(

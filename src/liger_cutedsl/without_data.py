@@ -1,6 +1,6 @@
 """Tensors without data, fake and meta: what stands for tensors while a model is planned, traced or sharded.
 
-A call of theirs goes through the custom op of compiled.py, whose fake knows the shapes of results and gradients;
+A call of theirs goes through the custom op of torch_compile.py, whose fake knows the shapes of results and gradients;
 explain() routes it. Neither launches anything, or makes what a call with data would use later.
 """
 

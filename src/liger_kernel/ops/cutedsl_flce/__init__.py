@@ -10,13 +10,13 @@ import logging as _logging
 import os as _os
 
 _OP = "fused_linear_cross_entropy"
-_DISPATCH = "liger_cutedsl.liger_dispatch"
+_DISPATCH = "liger_cutedsl.liger.dispatch"
 
 
 def _register_operators():
     from liger_kernel.ops.backends.registry import ImplInfo, register_impl
 
-    register_impl(ImplInfo(name="cutedsl", devices=("cuda", "cpu"), module_path="liger_cutedsl.liger_ops"))
+    register_impl(ImplInfo(name="cutedsl", devices=("cuda", "cpu"), module_path="liger_cutedsl.liger.operators"))
 
 
 def _register_with_dispatcher():

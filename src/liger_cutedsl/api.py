@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from liger_cutedsl.compiled import run_compiled
+from liger_cutedsl.autograd import run
 from liger_cutedsl.objective import LossOutput
 from liger_cutedsl.options import LossOptions, python_scalar
 from liger_cutedsl.problem import Problem, check_tensors, is_dtensor, planned_device, wanted_gradients
 from liger_cutedsl.routing import Route, Settings, choose_route
-from liger_cutedsl.running import run
+from liger_cutedsl.torch_compile import run_compiled
 from liger_cutedsl.without_data import planned, shapes_only
 
 

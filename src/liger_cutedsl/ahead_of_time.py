@@ -112,7 +112,7 @@ def compile_architecture(arch: str, variants: list[Variant], jobs: int) -> list[
 
 def _run_worker(arch: str, names: list[str]) -> list[Compiled]:
     environment = {**os.environ, "QUACK_ARCH": arch[3:].rstrip("a"), "CUTE_DSL_ARCH": arch, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "liger_cutedsl.compile_kernels", arch]
+    command = [sys.executable, "-m", "liger_cutedsl.ahead_of_time", arch]
     worker = subprocess.run(command, env=environment, input="\n".join(names), capture_output=True, text=True)
     lines = [line for line in worker.stdout.splitlines() if line.startswith('{"arch"')]
     results = [Compiled(**json.loads(line)) for line in lines]

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from liger_kernel.backends import Capability, registry
 
-from liger_cutedsl.function import LigerFusedLinearCrossEntropyFunction
+from liger_cutedsl.api import LigerFusedLinearCrossEntropyFunction
 
 OP = "fused_linear_cross_entropy"
 NAME = "nvidia-cutedsl"

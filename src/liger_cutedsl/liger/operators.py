@@ -10,11 +10,11 @@ import logging
 
 import torch
 
-from liger_cutedsl.function import LigerFusedLinearCrossEntropyFunction
+from liger_cutedsl.api import LigerFusedLinearCrossEntropyFunction
+from liger_cutedsl.autograd import run_with_gradients
 from liger_cutedsl.options import LossOptions, python_scalar
 from liger_cutedsl.problem import Problem, WantedGradients
 from liger_cutedsl.routing import Settings
-from liger_cutedsl.running import run_with_gradients
 
 __all__ = [
     "LigerFusedLinearCrossEntropyFunction",

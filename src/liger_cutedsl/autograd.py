@@ -1,4 +1,4 @@
-"""Running a call: checked, routed, and under autograd. Entrances are in function.py, torch.compile's in compiled.py."""
+"""Running a call: checked, routed, and under autograd. Entrances are in api.py, torch.compile's in torch_compile.py."""
 
 from __future__ import annotations
 
@@ -107,8 +107,9 @@ def _begin_dense(check: TargetCheck, settings: Settings, wanted: WantedGradients
 
 
 def between_graphs(function):
-    """What compiled.py does not trace runs between two graphs: torch.compiler.disable, put off until something is being
-    traced, because it imports torch._dynamo, which takes a second. And beneath the modes of activation checkpointing.
+    """What torch_compile.py does not trace runs between two graphs: torch.compiler.disable, put off until something is
+    being traced, because it imports torch._dynamo, which takes a second. And beneath the modes of activation
+    checkpointing.
     """
 
     @functools.wraps(function)

@@ -31,21 +31,21 @@ def enable() -> None:
     which LIGER_KERNEL_IMPL=cutedsl does not find. Names that other modules imported the operator by, before, mean ours
     from then on. A second call changes nothing. Raises ImportError where there is no Liger-Kernel that it knows.
     """
-    operators, registry = _liger()
-    from liger_cutedsl import liger_dispatch, liger_ops
+    stock, registry = _liger()
+    from liger_cutedsl.liger import dispatch, operators
 
     if _originals:
         return
-    _originals.update({name: getattr(operators, name) for name in _NAMES})
+    _originals.update({name: getattr(stock, name) for name in _NAMES})
     _already_ours.update(
         (module, name)
         for module, names in _loaded_modules()
         for name, value in list(names.items())
-        if any(value is getattr(liger_ops, ours) for ours in _NAMES)
+        if any(value is getattr(operators, ours) for ours in _NAMES)
     )
-    _rebind([(_originals[name], getattr(liger_ops, name)) for name in _NAMES])
-    _discover_stock(registry, liger_dispatch.OP)
-    liger_dispatch.register(rank=liger_dispatch.RANK_ENABLED)
+    _rebind([(_originals[name], getattr(operators, name)) for name in _NAMES])
+    _discover_stock(registry, dispatch.OP)
+    dispatch.register(rank=dispatch.RANK_ENABLED)
 
 
 def disable() -> None:
@@ -55,14 +55,14 @@ def disable() -> None:
     """
     if not _originals:
         return
-    from liger_cutedsl import liger_dispatch, liger_ops
+    from liger_cutedsl.liger import dispatch, operators
 
-    _rebind([(getattr(liger_ops, name), original) for name, original in _originals.items()], but=_already_ours)
+    _rebind([(getattr(operators, name), original) for name, original in _originals.items()], but=_already_ours)
     _originals.clear()
     _already_ours.clear()
-    liger_dispatch.restore_stock()
+    dispatch.restore_stock()
     if "liger_kernel.ops.cutedsl_flce" in sys.modules:  # Liger found us by itself: back to "on request"
-        liger_dispatch.register()
+        dispatch.register()
 
 
 def _liger():

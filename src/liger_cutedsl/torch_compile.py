@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from liger_cutedsl.autograd import forward_of, gradients_of, prepare, run_with_gradients
 from liger_cutedsl.derivatives import refuse_second_derivative
 from liger_cutedsl.engines import KernelFailure
 from liger_cutedsl.objective import LossOutput, RowStatistics, row_weights
@@ -35,7 +36,6 @@ from liger_cutedsl.problem import (
 )
 from liger_cutedsl.routing import Settings, give_up_on_cute
 from liger_cutedsl.rows import TargetCheck
-from liger_cutedsl.running import forward_of, gradients_of, prepare, run_with_gradients
 from liger_cutedsl.schedules import recompute
 
 _TENSORS = "Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight"
@@ -88,7 +88,7 @@ def run_compiled(
     chunk_mem_const=1,
     **options,
 ) -> LossOutput:
-    """running.run for tensors (N, H), (V, H), (N,), written so that torch.compile can trace it."""
+    """autograd.run for tensors (N, H), (V, H), (N,), written so that torch.compile can trace it."""
     options = {**_DEFAULTS, **options}
     if len(options) > _OPTIONS:
         raise TypeError(f"{list(options)[_OPTIONS]} is not an option: the options are {', '.join(_DEFAULTS)}")
