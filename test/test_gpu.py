@@ -419,8 +419,8 @@ def test_memory_does_not_grow(reduction):
 
 
 def test_fuzz_against_ligers_triton_operator():
-    """Random shapes and options for 15 seconds: our loss and gradients are near float64, Liger's as near as logits of 16
-    bits let them, and on the whole no nearer than ours."""
+    """Random shapes and options for 15 seconds: our loss and gradients are near float64, Liger's as near as logits of
+    16 bits let them, and on the whole no nearer than ours."""
     import random
 
     seed = random.randrange(2**32)
