@@ -2,7 +2,9 @@
 
 import os
 import subprocess
+import sys
 import sysconfig
+import tarfile
 import venv
 from pathlib import Path
 
@@ -58,6 +60,41 @@ if all(ours):
 """
 
 
+def project_files() -> list[str]:
+    """The project's own files, relative to its root: what git knows or, in an unpacked sdist, all that is not built."""
+    if (ROOT / ".git").exists():
+        listed = ["git", "ls-files", "-co", "--exclude-standard"]
+        names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+        return [name for name in names if (ROOT / name).is_file()]
+    built = {"build", "dist", "__pycache__"}
+    files = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
+    return [str(f) for f in files if not any(p in built or p.startswith(".") or "egg-info" in p for p in f.parts)]
+
+
+def copy_project(folder: Path) -> None:
+    for name in project_files():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes((ROOT / name).read_bytes())
+
+
+def test_the_sdist_holds_all_that_tests_need(tmp_path):
+    """All of the tests, with their probes and workers, the benchmark and the examples; and nothing built."""
+    pytest.importorskip("setuptools", minversion="77")
+    copy_project(tmp_path / "source")
+    code = f"import setuptools.build_meta as backend; backend.build_sdist({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "source", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        held = {name.partition("/")[2] for name in opened.getnames()}
+    folders = ("src/", "test/", "benchmark/", "examples/")
+    wanted = {name for name in project_files() if name.startswith(folders) or "/" not in name}
+    missing = {name for name in wanted - held if not name.startswith(".")}
+    assert not missing
+    assert "test/conftest.py" in held and "benchmark/__main__.py" in held
+    assert not [name for name in held if "__pycache__" in name or name.endswith(".so")]
+
+
 @pytest.fixture(scope="module")
 def fresh_python(tmp_path_factory):
     """A new environment with liger-kernel and our wheel installed in it; torch and the like are borrowed."""
@@ -69,11 +106,7 @@ def fresh_python(tmp_path_factory):
         subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", *arguments], check=True)
 
     source = root / "source"
-    files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
-    for name in files.stdout.splitlines():
-        if (ROOT / name).is_file():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
+    copy_project(source)
     pip("liger-kernel==0.8.5", str(source))
     site = subprocess.run(
         [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],

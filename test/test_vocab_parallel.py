@@ -1,9 +1,9 @@
 """The vocabulary split over 2, 3 and 4 ranks (gloo, CPU) against one process in float64."""
 
 import os
-import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,16 +16,18 @@ WORKER = Path(__file__).parent / "vocab_parallel_worker.py"
 
 def launch(world: int, *suites: str, **variables: str) -> list[tuple[int, str]]:
     """(exit status, output) of every rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     ranks = []
-    for rank in range(world):
-        environment = {**os.environ, **variables, "RANK": str(rank), "WORLD_SIZE": str(world)}
-        environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
-        command = [sys.executable, "-W", "ignore", str(WORKER), *suites]
-        ranks.append(subprocess.Popen(command, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True))
-    return [(process.wait(timeout=240), process.communicate()[0]) for process in ranks]
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(world):
+            environment = {**os.environ, **variables, "RANK": str(rank), "WORLD_SIZE": str(world)}
+            environment.update(STORE=f"{folder}/store", OMP_NUM_THREADS="1")
+            command = [sys.executable, "-W", "ignore", str(WORKER), *suites]
+            ranks.append(subprocess.Popen(command, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True))
+        try:
+            return [(process.communicate(timeout=240)[0], process.returncode)[::-1] for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
 
 
 @pytest.mark.slow
