@@ -28,7 +28,7 @@ from liger_cutedsl.objective import RowCoefficients, RowStatistics, row_coeffici
 from liger_cutedsl.problem import Problem, WantedGradients
 from liger_cutedsl.routing import Settings, choose_route
 from liger_cutedsl.schedules import single_pass
-from liger_cutedsl.schedules.tiling import slices
+from liger_cutedsl.tiling import slices
 
 CHUNKS = (1024, 1408, 2048, 2816, 4096)
 

@@ -387,10 +387,10 @@ def test_activation_checkpointing(place, reentrant, reduction):
 def test_a_checkpointed_loss_is_not_computed_again_for_nothing(monkeypatch):
     """Its gradients are there; nothing that backward reads may make the checkpoint run forward a second time."""
     x, weight, target, *_ = Case(ignored=0.0).tensors()
-    from liger_cutedsl import running
+    from liger_cutedsl import autograd
 
-    calls, forward_of = [], running.forward_of
-    monkeypatch.setattr(running, "forward_of", lambda call: calls.append(call) or forward_of(call))
+    calls, forward_of = [], autograd.forward_of
+    monkeypatch.setattr(autograd, "forward_of", lambda call: calls.append(call) or forward_of(call))
     checkpoint(fused_linear_cross_entropy, x, weight, target, use_reentrant=False).backward()
     assert len(calls) == 1 and weight.grad is not None
 

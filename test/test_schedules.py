@@ -307,7 +307,7 @@ def test_rows_with_nan_that_are_ignored_do_no_harm(place):
 
 def test_wave_model_fills_the_machine():
     """132 multiprocessors, N=8192, H=4096: at 66 · 192 columns both GEMMs of a tile are whole waves of blocks."""
-    from liger_cutedsl.schedules.tiling import WaveModel
+    from liger_cutedsl.tiling import WaveModel
 
     model = WaveModel(multiprocessors=132, tile_m=128, tile_n=192)
     assert model.best_width(128256, 8192, 4096, 13056) == 66 * 192

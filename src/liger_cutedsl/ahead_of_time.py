@@ -168,7 +168,7 @@ def _trace(variant: Variant):
     from liger_cutedsl.objective import RowCoefficients
     from liger_cutedsl.options import LossOptions
     from liger_cutedsl.problem import Problem
-    from liger_cutedsl.schedules.tiling import Tile
+    from liger_cutedsl.tiling import Tile
 
     part, n, hidden = variant.part, 128, 64
     options = LossOptions(

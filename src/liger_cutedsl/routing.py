@@ -14,7 +14,7 @@ from liger_cutedsl.engines import KernelFailure, make_engine
 from liger_cutedsl.epilogues import EXACT_INDICES
 from liger_cutedsl.problem import Problem, WantedGradients
 from liger_cutedsl.schedules import recompute, single_pass
-from liger_cutedsl.schedules.tiling import SPARE_COLUMNS, TILE_QUANTUM, fitting_width
+from liger_cutedsl.tiling import SPARE_COLUMNS, TILE_QUANTUM, fitting_width
 
 ENGINES = ("cute", "triton", "torch")
 SCHEDULES = ("recompute", "single_pass")

@@ -18,7 +18,7 @@ from liger_cutedsl.kernel_cache import use_private_cache
 from liger_cutedsl.objective import RowCoefficients, RowStatistics
 from liger_cutedsl.options import LossOptions
 from liger_cutedsl.problem import Problem
-from liger_cutedsl.schedules.tiling import TILE_QUANTUM, Tile, WaveModel
+from liger_cutedsl.tiling import TILE_QUANTUM, Tile, WaveModel
 
 use_private_cache()
 

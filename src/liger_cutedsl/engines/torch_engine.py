@@ -22,7 +22,7 @@ from liger_cutedsl.epilogues import (
 from liger_cutedsl.gemm import matmul
 from liger_cutedsl.objective import RowCoefficients, RowStatistics
 from liger_cutedsl.problem import Problem
-from liger_cutedsl.schedules.tiling import Tile, vocabulary_tiles
+from liger_cutedsl.tiling import Tile, vocabulary_tiles
 
 
 class TorchEngine:

@@ -40,7 +40,7 @@ from liger_cutedsl.objective import (
 )
 from liger_cutedsl.problem import Gradients, Problem, WantedGradients
 from liger_cutedsl.schedules.kept import graph_is_kept
-from liger_cutedsl.schedules.tiling import ROW_MULTIPLE, SPARE_COLUMNS, Tile, vocabulary_tiles
+from liger_cutedsl.tiling import ROW_MULTIPLE, SPARE_COLUMNS, Tile, vocabulary_tiles
 
 if TYPE_CHECKING:
     from liger_cutedsl.routing import Route

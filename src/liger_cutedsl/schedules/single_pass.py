@@ -31,7 +31,7 @@ from liger_cutedsl.objective import (
 from liger_cutedsl.problem import Gradients, Problem, WantedGradients
 from liger_cutedsl.schedules import recompute
 from liger_cutedsl.schedules.kept import KeptGradients
-from liger_cutedsl.schedules.tiling import slices
+from liger_cutedsl.tiling import slices
 
 if TYPE_CHECKING:
     from liger_cutedsl.routing import Route
