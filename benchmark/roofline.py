@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from benchmark import report
 from benchmark.measure import Shape
 from benchmark.sweeps import REFERENCE
-from liger_cutedsl.routing import DEFAULT_WORKSPACE_MB
+from liger_cutedsl.route import DEFAULT_WORKSPACE_MB
 from liger_cutedsl.tiling import DW_PASS_TOKENS
 
 MIB = 2**20

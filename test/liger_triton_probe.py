@@ -19,8 +19,8 @@ import triton.language as tl
 import liger_cutedsl
 from liger_cutedsl import LigerFusedLinearCrossEntropyFunction, LossOptions, fused_linear_cross_entropy, routing
 from liger_cutedsl.autograd import run_with_gradients
-from liger_cutedsl.problem import Problem, WantedGradients
-from liger_cutedsl.routing import Settings
+from liger_cutedsl.call import Problem, WantedGradients
+from liger_cutedsl.route import Settings
 from reference import Case, assert_close, check_case, check_predictions, reference
 
 

@@ -12,8 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from liger_cutedsl import LigerFusedLinearCrossEntropyFunction, LossOptions, fused_linear_cross_entropy
+from liger_cutedsl.call import Gradients
 from liger_cutedsl.objective import LossOutput
-from liger_cutedsl.problem import Gradients
 from reference import GRADIENT_BOUND, LOSS_BOUND, LOSS_BOUND_FLOAT32, Case, assert_close, reference
 from test_inputs import laid_out
 

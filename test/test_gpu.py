@@ -7,7 +7,7 @@ import torch
 
 import liger_cutedsl
 from liger_cutedsl import LossOptions, fused_linear_cross_entropy
-from liger_cutedsl.problem import Problem
+from liger_cutedsl.call import Problem
 from reference import GRADIENT_BOUND, Case, assert_close, check_case, reference
 
 pytestmark = pytest.mark.gpu

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from liger_cutedsl import LossOptions
+from liger_cutedsl.call import Problem
 from liger_cutedsl.epilogues import Epilogue, backward_epilogue, capped, forward_epilogue
 from liger_cutedsl.objective import RowStatistics, row_coefficients, row_weights
-from liger_cutedsl.problem import Problem
 
 
 def test_the_target_gradient_survives_p_near_one():

@@ -9,7 +9,7 @@ import torch
 
 import liger_cutedsl
 from liger_cutedsl import LossOptions, fused_linear_cross_entropy
-from liger_cutedsl.problem import Problem
+from liger_cutedsl.call import Problem
 from liger_cutedsl.routing import single_pass_obstacle
 from liger_cutedsl.rows import TargetCheck
 from reference import GRADIENT_BOUND, Case, assert_close, check_case, reference

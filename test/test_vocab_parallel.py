@@ -76,10 +76,11 @@ def test_what_a_split_vocabulary_refuses():
         with pytest.raises(RuntimeError, match="no second derivative"):
             dx.sum().backward()
         with pytest.raises(RuntimeError, match="runs 'recompute'"):
-            from liger_cutedsl.options import LossOptions
-            from liger_cutedsl.problem import Problem
-            from liger_cutedsl.routing import Settings
             from liger_cutedsl.vocab_parallel import vocab_parallel_output
+
+            from liger_cutedsl.call import Problem
+            from liger_cutedsl.options import LossOptions
+            from liger_cutedsl.route import Settings
 
             problem = Problem(x, weight, target, None, None, LossOptions())
             vocab_parallel_output(problem, None, None, None, Settings(schedule="single_pass"))

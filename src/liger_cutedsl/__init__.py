@@ -6,13 +6,17 @@
 LIGER_KERNEL_IMPL=cutedsl makes Liger-Kernel use it; liger_cutedsl.enable() does so without the variable.
 """
 
-from liger_cutedsl.api import LigerFusedLinearCrossEntropyFunction, explain, fused_linear_cross_entropy
+from liger_cutedsl.api import (
+    LigerFusedLinearCrossEntropyFunction,
+    explain,
+    fused_linear_cross_entropy,
+    vocab_parallel_fused_linear_cross_entropy,
+)
 from liger_cutedsl.liger.switch import disable, enable
 from liger_cutedsl.objective import LossOutput
 from liger_cutedsl.options import LossOptions
-from liger_cutedsl.routing import Route
+from liger_cutedsl.route import Route
 from liger_cutedsl.versions import warn_about_untested_versions
-from liger_cutedsl.vocab_parallel import vocab_parallel_fused_linear_cross_entropy
 
 __all__ = [
     "LigerFusedLinearCrossEntropyFunction",

@@ -164,10 +164,10 @@ def _compile(arch: str, variant: Variant) -> Compiled:
 
 def _trace(variant: Variant):
     """Runs the engine on small CPU tensors without launching: the very path of a real call. Returns the tile."""
+    from liger_cutedsl.call import Problem
     from liger_cutedsl.engines.cute_engine import CuteEngine, exp_kind, tile_of
     from liger_cutedsl.objective import RowCoefficients
     from liger_cutedsl.options import LossOptions
-    from liger_cutedsl.problem import Problem
     from liger_cutedsl.tiling import Tile
 
     part, n, hidden = variant.part, 128, 64

@@ -1,19 +1,28 @@
-"""The entrances: Liger-Kernel's autograd class, and a keyword function for everyone else."""
+"""The entrances: keyword functions with every option spelt out, and Liger-Kernel's autograd class."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from liger_cutedsl.autograd import run
+from liger_cutedsl.call import Problem, WantedGradients, is_dtensor, planned_device
+from liger_cutedsl.checks import check_tensors
+from liger_cutedsl.dtensor import run_dtensor
 from liger_cutedsl.objective import LossOutput
 from liger_cutedsl.options import LossOptions, python_scalar
-from liger_cutedsl.problem import Problem, check_tensors, is_dtensor, planned_device, wanted_gradients
-from liger_cutedsl.routing import Route, Settings, choose_route
+from liger_cutedsl.route import Route, Settings
+from liger_cutedsl.routing import choose_route
+from liger_cutedsl.shards import VocabShard
+from liger_cutedsl.split import SplitVocabulary
 from liger_cutedsl.torch_compile import run_compiled
 from liger_cutedsl.without_data import planned, shapes_only
+
+_OPTIONS = [field.name for field in fields(LossOptions)]
 
 
 def fused_linear_cross_entropy(
@@ -23,17 +32,33 @@ def fused_linear_cross_entropy(
     *,
     bias: torch.Tensor | None = None,
     ce_weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    use_token_scaling: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
     engine: str | None = None,
     schedule: str | None = None,
     workspace_mb: float | None = None,
-    **options,
 ) -> torch.Tensor | LossOutput:
     """Cross entropy of the logits x @ weight.T + bias, without storing the logits.
 
     x: (..., H), bfloat16, float16, float32 or float64.  weight: (V, H), of x's dtype (or any under autocast).
     target: (...), int64 or int32, in [0, V) or ignore_index.  bias, ce_weight: (V,), floating point.
-    options: the fields of liger_cutedsl.LossOptions by name (reduction="mean", label_smoothing=0.0, …).
-    engine, schedule, workspace_mb: see liger_cutedsl.routing.Settings.
+    ignore_index: rows with this target contribute neither loss nor gradient.
+    lse_square_scale: λ of the z-loss λ·lse², added to the loss; not scaled by class weights.
+    label_smoothing: ε in [0, 1], the share of the target mass spread over the vocabulary.
+    reduction: "mean" (over rows, weighted by class weights as in torch), "sum" or "none" (one loss a row).
+    softcap: logits become softcap · tanh(logits / softcap); None for no capping.
+    use_token_scaling: multiply each row's loss by its detached target probability.
+    accum_dtype: dtype in which dW and db are summed where a schedule sums them piecewise.
+    return_z_loss, return_token_accuracy, return_predicted_tokens: metrics to compute besides the loss.
+    engine, schedule, workspace_mb: see liger_cutedsl.route.Settings.
 
     Returns the loss, float32 (float64 for float64 inputs): a scalar, or target's shape for reduction="none";
     a LossOutput where a metric is asked for (return_z_loss, return_token_accuracy, return_predicted_tokens).
@@ -41,22 +66,71 @@ def fused_linear_cross_entropy(
 
     Raises TypeError or ValueError naming the argument; RuntimeError where a forced engine cannot run the call.
     """
+    options = _options(locals())
     shape = getattr(target, "shape", None)
-    plain = isinstance(x, torch.Tensor) and isinstance(target, torch.Tensor) and not is_dtensor(x)
-    if plain and x.dim() != 2:
-        if x.shape[:-1] != target.shape:
-            raise ValueError(
-                f"target must have shape {tuple(x.shape[:-1])}, one target for each row of x "
-                f"{tuple(x.shape)}, got {tuple(target.shape)}"
-            )
-        x, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
-    route = dict(engine=engine, schedule=schedule, workspace_mb=workspace_mb)
-    tensors = (x, weight, target, bias, ce_weight)
-    if plain and not is_dtensor(weight) and (torch.compiler.is_compiling() or shapes_only(*tensors)):
-        _check_traceable(options)
-        return run_compiled(*tensors, **route, **options).result(shape)
-    problem = Problem(*tensors, LossOptions(**options))
-    return run(problem, Settings.resolve(**route)).result(shape)
+    x, target = _flattened(x, target)
+    return _entered((x, weight, target, bias, ce_weight), options, engine, schedule, workspace_mb).result(shape)
+
+
+def vocab_parallel_fused_linear_cross_entropy(
+    x: torch.Tensor,
+    weight_shard: torch.Tensor,
+    target: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    ce_weight: torch.Tensor | None = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    use_token_scaling: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    engine: str | None = None,
+    workspace_mb: float | None = None,
+) -> torch.Tensor | LossOutput:
+    """fused_linear_cross_entropy with W's rows split over the ranks of a group.
+
+    x: (..., H) and target: (...) the same on every rank, targets indexing the whole vocabulary.
+    weight_shard: (V_rank, H), this rank's rows; bias, ce_weight: (V_rank,), theirs.
+    group: a torch.distributed process group, the default one if None.
+    Shards may be of any size, in the order of the ranks. vocab_start: index of the shard's first row, None for the rows
+        of the ranks before. vocab_size: entries of the whole vocabulary, None for the rows of all ranks; rows beyond it
+        are padding (Megatron pads V to a multiple), which counts for nothing and gets zero gradients.
+    The other arguments are those of fused_linear_cross_entropy.
+
+    Returns what fused_linear_cross_entropy returns, the same on every rank; so is x's gradient.
+    Raises as that function does; ValueError, on every rank, where what the ranks say of their shards does not agree.
+    The sizes come with the first call's numbers (whose forward runs again where shards are unequal), and are not waited
+    for later: on a GPU, a call in which only some ranks' shards changed has a loss of NaN on the others. Two heads that
+    are equal on one rank and not on another are told apart by vocab_size.
+    In the first call of a set of options and dtypes the ranks agree on an engine. A kernel that fails on one rank later
+    raises there, and gives NaN on the others; a rank that fails otherwise leaves them to their group's timeout.
+    """
+    options = _options(locals())
+    shape = getattr(target, "shape", None)
+    x, target = _flattened(x, target)
+    problem = Problem(x, weight_shard, target, bias, ce_weight, LossOptions(**options))
+
+    def split_of(problem: Problem) -> SplitVocabulary:
+        return SplitVocabulary(VocabShard.of(problem, group, vocab_start, vocab_size))
+
+    return run(problem, Settings.resolve(engine, None, workspace_mb), split_of).result(shape)
+
+
+class LigerResults(NamedTuple):
+    """What Liger-Kernel's operator returns, in its order; None where not asked for."""
+
+    loss: torch.Tensor
+    z_loss: torch.Tensor | None
+    token_accuracy: torch.Tensor | None
+    predicted_tokens: torch.Tensor | None
 
 
 class LigerFusedLinearCrossEntropyFunction:
@@ -64,9 +138,8 @@ class LigerFusedLinearCrossEntropyFunction:
 
     apply(_input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction,
     softcap, return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens,
-    ce_impl, ce_mode, chunk_mem_const) → (loss, z_loss, token_accuracy, predicted_tokens), None where not asked
-    for. _input is (N, H), weight (V, H), target (N,). ce_impl and ce_mode choose between Liger's own inner
-    kernels and are ignored here; chunk_mem_const multiplies the workspace budget.
+    ce_impl, ce_mode, chunk_mem_const) → LigerResults. _input is (N, H), weight (V, H), target (N,). ce_impl and ce_mode
+    choose between Liger's own inner kernels and are ignored here; chunk_mem_const multiplies the workspace budget.
     """
 
     supports_inner_impl_dispatch = True
@@ -93,35 +166,9 @@ class LigerFusedLinearCrossEntropyFunction:
         ce_mode=None,
         chunk_mem_const=1,
     ):
-        options = dict(
-            ignore_index=ignore_index,
-            lse_square_scale=lse_square_scale,
-            label_smoothing=label_smoothing,
-            reduction=reduction,
-            softcap=softcap,
-            use_token_scaling=use_token_scaling,
-            accum_dtype=accum_dtype,
-            return_z_loss=return_z_loss,
-            return_token_accuracy=return_token_accuracy,
-            return_predicted_tokens=return_predicted_tokens,
-        )
-        tensors = (_input, weight, target, bias, ce_weight)
-        plain = not (is_dtensor(weight) or is_dtensor(_input))
-        if plain and (torch.compiler.is_compiling() or shapes_only(*tensors)):
-            _check_traceable(dict(options, chunk_mem_const=chunk_mem_const))
-            return tuple(run_compiled(*tensors, chunk_mem_const=chunk_mem_const, **options))
-        problem = Problem(*tensors, LossOptions(**options))
-        return tuple(run(problem, Settings.resolve(chunk_mem_const=python_scalar(chunk_mem_const))))
-
-
-def _check_traceable(options) -> None:
-    """Under torch.compile numpy's scalars are tensors, and a graph holds no option that is one: without fullgraph=True
-    the error makes torch.compile run this call by itself, between two graphs."""
-    for name, value in options.items():
-        if value is not None and not isinstance(value, (bool, int, float, str, torch.dtype)):
-            raise TypeError(
-                f"{name} must be a Python number inside torch.compile(fullgraph=True), as numpy's .item() gives"
-            )
+        options, tensors = _options(locals()), (_input, weight, target, bias, ce_weight)
+        output = _entered(tensors, options, chunk_mem_const=chunk_mem_const)
+        return tuple(LigerResults(output.loss, output.z_loss, output.token_accuracy, output.predicted_tokens))
 
 
 def explain(
@@ -131,10 +178,19 @@ def explain(
     *,
     bias: torch.Tensor | None = None,
     ce_weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    use_token_scaling: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
     engine: str | None = None,
     schedule: str | None = None,
     workspace_mb: float | None = None,
-    **options,
 ) -> Route:
     """The route fused_linear_cross_entropy would take with these arguments, without running anything.
 
@@ -142,16 +198,57 @@ def explain(
     the CPU's. target may be left out. (While a CUDA graph is captured, targets cannot be read, and a float16 mean
     takes `recompute`.)
     """
+    options = LossOptions(**_options(locals()))
     x = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
     if target is None:
         with FakeTensorMode():  # nothing is allocated
             target = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
     elif target.dim() != 1:
         target = target.reshape(-1)
-    problem = Problem(x, weight, target, bias, ce_weight, LossOptions(**options), dense=True)
+    problem = Problem(x, weight, target, bias, ce_weight, options, dense=True)
     check_tensors(problem)
-    wanted, settings = wanted_gradients(problem), Settings.resolve(engine, schedule, workspace_mb)
-    route = choose_route(planned(problem), wanted, settings)
+    settings = Settings.resolve(engine, schedule, workspace_mb)
+    route = choose_route(planned(problem), WantedGradients.of(problem), settings)
     if not x.is_meta:
         return route
     return replace(route, reason=f"{route.reason} (meta tensors, taken for {planned_device(x.device).type}'s)")
+
+
+def _options(arguments: dict) -> dict:
+    """The loss's options among a function's arguments, in their order."""
+    return {name: arguments[name] for name in _OPTIONS}
+
+
+def _flattened(x, target):
+    """x (N, H) and target (N,) of (..., H) and (...), where they are plain tensors."""
+    plain = isinstance(x, torch.Tensor) and isinstance(target, torch.Tensor) and not is_dtensor(x)
+    if not plain or x.dim() == 2:
+        return x, target
+    if x.shape[:-1] != target.shape:
+        raise ValueError(
+            f"target must have shape {tuple(x.shape[:-1])}, one target for each row of x "
+            f"{tuple(x.shape)}, got {tuple(target.shape)}"
+        )
+    return x.reshape(-1, x.shape[-1]), target.reshape(-1)
+
+
+def _entered(tensors, options: dict, engine=None, schedule=None, workspace_mb=None, chunk_mem_const=1) -> LossOutput:
+    """The call by the way its tensors need: DTensors, one node of a graph, or as it is."""
+    x, weight, *_ = tensors
+    distributed = is_dtensor(x) or is_dtensor(weight)
+    if not distributed and (torch.compiler.is_compiling() or shapes_only(*tensors)):
+        _check_traceable(dict(options, chunk_mem_const=chunk_mem_const))
+        return run_compiled(tensors, options, engine, schedule, workspace_mb, chunk_mem_const)
+    problem = Problem(*tensors, LossOptions(**options))
+    settings = Settings.resolve(engine, schedule, workspace_mb, python_scalar(chunk_mem_const))
+    return run_dtensor(problem, settings) if distributed else run(problem, settings)
+
+
+def _check_traceable(options: dict) -> None:
+    """Under torch.compile numpy's scalars are tensors, and a graph holds no option that is one: without fullgraph=True
+    the error makes torch.compile run this call by itself, between two graphs."""
+    for name, value in options.items():
+        if value is not None and not isinstance(value, (bool, int, float, str, torch.dtype)):
+            raise TypeError(
+                f"{name} must be a Python number inside torch.compile(fullgraph=True), as numpy's .item() gives"
+            )

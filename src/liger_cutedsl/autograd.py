@@ -1,35 +1,53 @@
-"""Running a call: checked, routed, and under autograd. Entrances are in api.py, torch.compile's in torch_compile.py."""
+"""The one road of a call: checked, routed, run, differentiated, and retried without a kernel that failed.
+
+Eager, compiled, split and DTensor calls take it; entrances are in api.py, torch.compile's ops in torch_compile.py.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import importlib
 from collections.abc import Callable
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 
+from liger_cutedsl.call import DIFFERENTIABLE, TENSORS, Gradients, Problem, WantedGradients
 from liger_cutedsl.checkpointing import unseen_by_checkpoints
+from liger_cutedsl.checks import check_tensors
 from liger_cutedsl.derivatives import refuse_batched_upstream, without_second_derivative
-from liger_cutedsl.dtensor import run_dtensor
-from liger_cutedsl.engines import KernelFailure, make_engine
+from liger_cutedsl.engines import KernelFailure
 from liger_cutedsl.objective import LossOutput
-from liger_cutedsl.problem import (
-    TENSORS,
-    Gradients,
-    Problem,
-    WantedGradients,
-    check_tensors,
-    is_dtensor,
-    wanted_gradients,
-)
 from liger_cutedsl.readable import check_still_readable
-from liger_cutedsl.routing import Route, Settings, choose_route, give_up_on_cute, warn_about_fallback
+from liger_cutedsl.route import Route, Settings
+from liger_cutedsl.routing import give_up_on_cute, planned, warn_about_fallback
 from liger_cutedsl.rows import NotDense, Rows, TargetCheck
+from liger_cutedsl.schedules import by_name, liger_triton, recompute, single_pass
 from liger_cutedsl.schedules.kept import KeptGradients
+from liger_cutedsl.schedules.schedule import Task
+from liger_cutedsl.shards import OtherShards
+from liger_cutedsl.split import WHOLE, Split
 
-_SCHEDULE_MODULES = {"recompute": "recompute", "single_pass": "single_pass", "liger": "liger_triton"}
+
+@dataclass(frozen=True)
+class Call:
+    """A checked call: what to compute, on which engine and how, and where its rows belong among the caller's.
+
+    whole: the caller's own problem, of which task.problem holds the rows that count.
+    """
+
+    task: Task
+    engine: object
+    route: Route
+    rows: Rows
+    whole: Problem
+
+    def without_tensors(self) -> Call:
+        """What a graph may hold beside its saved tensors."""
+        return replace(self, task=replace(self.task, problem=None), rows=None, whole=None)
+
+    def with_task(self, **changes) -> Call:
+        return replace(self, task=replace(self.task, **changes))
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
@@ -39,19 +57,17 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, call: _Call):
-        problem, rows = call.problem, call.rows
+    def forward(ctx, x, weight, bias, call: Call):
+        problem, rows = call.whole, call.rows
         output, state = forward_of(call)
         # Gradients that are there already need no inputs: nothing keeps x and weight alive, or from being changed.
-        inputs = (None,) * 5
-        if not isinstance(state, KeptGradients):
-            inputs = (x, weight, call.target, bias, problem.ce_weight)
-        origin = x.new_empty(0) if call.wanted else None
+        ctx.saved = {} if isinstance(state, KeptGradients) else {name: t.shape for name, t in problem.tensors().items()}
+        inputs = [getattr(problem, name) if name in ctx.saved else None for name in TENSORS]
+        origin = x.new_empty(0) if call.task.wanted else None
         ctx.save_for_backward(*inputs, rows.keep, rows.drop, rows.masked, origin)
-        ctx.saves = not isinstance(state, KeptGradients) or rows.keep is not None
-        ctx.shapes = {name: t.shape for name, t in zip(TENSORS, inputs, strict=True) if t is not None}
-        ctx.call = call._replace(problem=None, rows=None, target=None, confirm=None)  # what holds no tensors
-        ctx.options, ctx.dense, ctx.state = problem.options, problem.dense, state
+        ctx.reads = bool(ctx.saved) or rows.keep is not None
+        ctx.call, ctx.options, ctx.dense = call.without_tensors(), problem.options, call.task.problem.dense
+        ctx.state = state
         ctx.mark_non_differentiable(*(metric for metric in output[1:] if metric is not None))
         return *output, origin
 
@@ -59,51 +75,18 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_output, *_others):
         refuse_batched_upstream(grad_output)
         # Not read in vain: activation checkpointing would run the whole forward again to have them.
-        reads = ctx.saves or torch.is_grad_enabled()
-        *inputs, keep, drop, masked, origin = ctx.saved_tensors if reads else (None,) * 9
-        check_still_readable(ctx.shapes, dict(zip(TENSORS, inputs, strict=True)))
-        rows = Rows(keep, drop, masked)
+        reads = ctx.reads or torch.is_grad_enabled()
+        *inputs, keep, drop, masked, origin = ctx.saved_tensors if reads else (None,) * (len(TENSORS) + 4)
+        inputs = dict(zip(TENSORS, inputs, strict=True))
+        check_still_readable(ctx.saved, inputs)
+        call = replace(ctx.call, rows=Rows(keep, drop, masked))
         with torch.no_grad():
-            problem = None if inputs[0] is None else rows.compact(Problem(*inputs, ctx.options, ctx.dense))
-            found = gradients_of(ctx.call._replace(problem=problem, rows=rows), ctx.state, grad_output)
-        return (*without_second_derivative((found.x, found.weight, found.bias), grad_output, origin), None)
-
-
-def _schedule(route: Route):
-    return importlib.import_module(f"liger_cutedsl.schedules.{_SCHEDULE_MODULES[route.schedule]}")
-
-
-class _Call(NamedTuple):
-    """A checked call: what to compute and how, where its rows belong among the caller's, the gradients that will be
-    asked for, the caller's settings and targets, and what is still to be confirmed once the first GEMM is launched."""
-
-    problem: Problem
-    route: Route
-    rows: Rows
-    wanted: WantedGradients
-    settings: Settings
-    target: torch.Tensor
-    confirm: Callable[[], None] | None = None
-
-
-def prepare(check: TargetCheck, settings: Settings, wanted: WantedGradients) -> _Call:
-    """Everything that can be refused is refused before anything is computed: shapes by check_tensors, the rest here."""
-    rows = check.rows()
-    compact = check.compact(rows)
-    route = choose_route(compact, wanted, settings)
-    warn_about_fallback(route)
-    return _Call(compact, route, rows, wanted, settings, check.problem.target)
-
-
-def _begin_dense(check: TargetCheck, settings: Settings, wanted: WantedGradients) -> _Call | None:
-    """The call as if no target were ignored, where that is likely and the engine can wait to have it confirmed."""
-    if not check.likely_dense:
-        return None
-    problem = replace(check.problem, dense=True)
-    route = choose_route(problem, wanted, settings)
-    if route.engine != "cute":
-        return None
-    return _Call(problem, route, Rows(), wanted, settings, problem.target, check.confirm_dense)
+            if ctx.saved:
+                whole = Problem(**inputs, options=ctx.options)
+                compact = replace(call.rows.compact(whole), dense=ctx.dense)
+                call = replace(call.with_task(problem=compact), whole=whole)
+            found = gradients_of(call, ctx.state, grad_output)
+        return (*without_second_derivative(found, grad_output, origin), None)
 
 
 def between_graphs(function):
@@ -123,96 +106,128 @@ def between_graphs(function):
     return eager
 
 
-def forward_of(call: _Call):
+def with_fallback(settings: Settings, attempt: Callable):
+    """attempt(), and once more without the CuTe engine where a kernel of it fails."""
+    try:
+        return attempt()
+    except KernelFailure as failure:
+        give_up_on_cute(failure, settings)
+    return attempt()
+
+
+def begun(use: Callable, problem: Problem, settings: Settings, wanted: WantedGradients, split: Split = WHOLE):
+    """use(call) of a checked problem, refused by now for all that it can be refused for.
+
+    Where its targets are likely to count all, the call begins as if they did, on an engine that can wait for the answer
+    behind its first GEMM.
+    """
+    with torch.no_grad():
+        check, call = TargetCheck(problem, split.vocab), None
+        if check.likely_dense and split.settled:
+            task = Task(replace(problem, dense=True), wanted, settings, split)
+            call = _planned(task, Rows(), problem, check.confirm_dense)
+    if call is not None and call.route.engine == "cute":
+        with contextlib.suppress(NotDense):  # nothing was handed out; the rows that count are computed below
+            return use(call)
+    with torch.no_grad():
+        rows = check.rows()
+        call = _planned(Task(check.compact(rows), wanted, settings, split), rows, problem)
+    return use(call)
+
+
+def _planned(task: Task, rows: Rows, whole: Problem, confirm=None) -> Call:
+    engine, route = planned(task, confirm)
+    warn_about_fallback(route)
+    return Call(task, engine, route, rows, whole)
+
+
+def forward_of(call: Call):
     """What the caller gets of a prepared call, and what its schedule's backward needs."""
-    engine = make_engine(call.route.engine, call.confirm)
-    output, state = _schedule(call.route).forward(engine, call.problem, call.route, call.wanted)
+    output, state = by_name(call.route.schedule).forward(call.engine, call.task, call.route)
+    call.task.split.confirm(call.whole)
     return call.rows.spread_output(output), state
 
 
-def gradients_of(call: _Call, state, upstream: torch.Tensor) -> Gradients:
+def gradients_of(call: Call, state, upstream: torch.Tensor) -> Gradients:
     """The gradients of a prepared call for an upstream gradient () or (N,): kept ones scaled, others computed.
 
     Where a kernel fails only now, from the start on what runs without it: the loss that was handed out stands.
     """
-    problem, route, upstream = call.problem, call.route, call.rows.select(upstream)
+    task, upstream = call.task, call.rows.select(upstream)
     if isinstance(state, KeptGradients):
         return state.for_upstream(upstream, call.rows)
-    try:
-        found = _schedule(route).backward(make_engine(route.engine), problem, route, call.wanted, state, upstream)
-    except KernelFailure as failure:
-        give_up_on_cute(failure, call.settings)
-        found = run_with_gradients(problem.for_kernels(route.dtype), call.settings, call.wanted, upstream)[1]
-    return call.rows.spread_gradients(found)
+    states = [state]
+
+    def attempt():
+        if states:
+            return by_name(call.route.schedule).backward(call.engine, task, call.route, states.pop(), upstream)
+        problem = task.problem.for_kernels(call.route.dtype)
+        return run_with_gradients(problem, task.settings, task.wanted, upstream)[1]
+
+    found = call.rows.spread_gradients(with_fallback(task.settings, attempt))
+    return task.split.padded(found, call.whole)
 
 
 @between_graphs
-def run(problem: Problem, settings: Settings) -> LossOutput:
-    """Checks, routes and runs a problem under autograd."""
-    if is_dtensor(problem.weight) or is_dtensor(problem.x):
-        return run_dtensor(problem, settings)
-    check_tensors(problem)
-    wanted = wanted_gradients(problem)
-    with torch.no_grad():
-        check = TargetCheck(problem)
-        call = _begin_dense(check, settings, wanted)
-    if call is not None:
-        try:
-            return _applied(problem, call)
-        except NotDense:
-            pass  # nothing was handed out; the rows that count are computed below
-        except KernelFailure as failure:
-            give_up_on_cute(failure, settings)
-    with torch.no_grad():
-        call = prepare(check, settings, wanted)
-    try:
-        return _applied(problem, call)
-    except KernelFailure as failure:
-        give_up_on_cute(failure, settings)
-        return run(problem, settings)
+def run(problem: Problem, settings: Settings, split_of: Callable[[Problem], Split] | None = None) -> LossOutput:
+    """Checks, routes and runs a problem under autograd.
 
-
-def _applied(problem: Problem, call: _Call) -> LossOutput:
-    *output, _origin = _FusedLinearCrossEntropy.apply(problem.x, problem.weight, problem.bias, call)
-    return LossOutput(*output)
-
-
-def _with_gradients_in_backward(call: _Call) -> _Call:
-    """The same call by a schedule that takes an upstream gradient (N,), on the same engine.
-
-    Liger's operator stays: its backward takes one, whatever the reduction.
+    split_of: what gives this process's share of a vocabulary over ranks, for a problem that holds its rows of weight,
+    bias and ce_weight; asked again where the ranks turn out to have other shares than they thought.
     """
-    if call.route.schedule != "single_pass":
-        return call
-    if call.settings.schedule == "single_pass":
-        raise RuntimeError(
-            "schedule 'single_pass' was asked for but cannot run this call: it sums the tokens' gradients in forward, "
-            "before it knows an upstream gradient for each. Unset LIGER_CUTEDSL_SCHEDULE to let it take another"
-        )
-    settings = replace(call.settings, engine=call.route.engine, schedule="recompute")
-    return call._replace(route=choose_route(call.problem, call.wanted, settings))
+    check_tensors(problem, empty_shard=split_of is not None)
+    wanted = WantedGradients.of(problem)
+
+    def attempt():
+        return begun(_applied, problem, settings, wanted, WHOLE if split_of is None else split_of(problem))
+
+    try:
+        return with_fallback(settings, attempt)
+    except OtherShards:  # known by now
+        return with_fallback(settings, attempt)
+
+
+def _applied(call: Call) -> LossOutput:
+    leaves = (getattr(call.whole, name) for name in DIFFERENTIABLE)
+    *output, _origin = _FusedLinearCrossEntropy.apply(*leaves, call)
+    return LossOutput(*output)
 
 
 def run_with_gradients(
     problem: Problem, settings: Settings, wanted: WantedGradients, upstream: torch.Tensor | None
 ) -> tuple[LossOutput, Gradients]:
-    """A problem and its gradients in one go, outside autograd, for an upstream gradient () or (N,), or of 1.
+    """A checked problem and its gradients in one go, outside autograd, for an upstream gradient () or (N,), or of 1.
 
     (N,) for a mean or a sum weighs each token's share of it.
     """
-    check_tensors(problem)
-    with torch.no_grad():
-        call = prepare(TargetCheck(problem), settings, wanted)
-        begun = call
+
+    def use(call: Call):
+        begin = call
         if wanted and upstream is not None and upstream.dim():
-            call = begun = _with_gradients_in_backward(call)
-            if call.route.schedule == "liger":  # what its forward would keep is for one number
-                begun = call._replace(wanted=WantedGradients())
-        try:
-            output, state = forward_of(begun)
-        except KernelFailure as failure:
-            give_up_on_cute(failure, settings)
-            return run_with_gradients(problem, settings, wanted, upstream)
+            call = begin = _with_gradients_in_backward(call)
+            if call.route.schedule == liger_triton.NAME:  # what its forward would keep is for one number
+                begin = call.with_task(wanted=WantedGradients())
+        output, state = forward_of(begin)
         if not wanted:
             return output, Gradients()
         return output, gradients_of(call, state, torch.ones_like(output.loss) if upstream is None else upstream)
+
+    with torch.no_grad():
+        return with_fallback(settings, lambda: begun(use, problem, settings, wanted))
+
+
+def _with_gradients_in_backward(call: Call) -> Call:
+    """The same call by a schedule that takes an upstream gradient (N,), on the same engine.
+
+    Liger's operator stays: its backward takes one, whatever the reduction.
+    """
+    settings = call.task.settings
+    if call.route.schedule != single_pass.NAME:
+        return call
+    if settings.schedule == single_pass.NAME:
+        raise RuntimeError(
+            "schedule 'single_pass' was asked for but cannot run this call: it sums the tokens' gradients in forward, "
+            "before it knows an upstream gradient for each. Unset LIGER_CUTEDSL_SCHEDULE to let it take another"
+        )
+    call = call.with_task(settings=replace(settings, engine=call.route.engine, schedule=recompute.NAME))
+    return replace(call, route=recompute.plan(call.engine, call.task, call.route.reason))

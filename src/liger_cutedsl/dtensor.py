@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from liger_cutedsl.autograd import between_graphs, run
+from liger_cutedsl.call import VECTORS, Problem, is_dtensor
 from liger_cutedsl.objective import LossOutput
-from liger_cutedsl.problem import Problem, is_dtensor
-from liger_cutedsl.routing import Settings
+from liger_cutedsl.route import Settings
+from liger_cutedsl.shards import VocabShard
+from liger_cutedsl.split import SplitVocabulary
 
 _FSDP_OR_TP = (
     "Under FSDP2 each rank has its own x, and the sharded parameter has to be whole: call the loss in the forward of "
@@ -22,9 +25,9 @@ _NAMED_MESH = (
     "A plain x is taken for the same on every rank where weight's mesh is one dimension named 'tp', as Hugging Face's "
     "tp_plan makes it: a mesh of your own needs mesh_dim_names=('tp',)"
 )
-_VECTORS = ("bias", "ce_weight")
 
 
+@between_graphs
 def run_dtensor(problem: Problem, settings: Settings) -> LossOutput:
     """The loss of a problem whose weight is a DTensor. It is plain.
 
@@ -88,7 +91,7 @@ def _split(problem: Problem, dim: int) -> Problem:
         weight=problem.weight.redistribute(placements=placements),
         **{
             name: value.redistribute(placements=placements)
-            for name in _VECTORS
+            for name in VECTORS
             if is_dtensor(value := getattr(problem, name))
         },
     )
@@ -97,10 +100,8 @@ def _split(problem: Problem, dim: int) -> Problem:
 def _run_replicated(problem: Problem, settings: Settings) -> LossOutput:
     from torch.distributed.tensor import Replicate
 
-    from liger_cutedsl.autograd import run
-
     local = {}
-    for name in ("x", "weight", "target", *_VECTORS):
+    for name in ("x", "weight", "target", *VECTORS):
         value = local[name] = getattr(problem, name)
         if is_dtensor(value):
             if any(placement != Replicate() for placement in value.placements):
@@ -112,8 +113,6 @@ def _run_replicated(problem: Problem, settings: Settings) -> LossOutput:
 
 def _run_sharded(problem: Problem, dim: int, settings: Settings) -> LossOutput:
     from torch.distributed.tensor import DTensor, Replicate
-
-    from liger_cutedsl.vocab_parallel import vocab_parallel_output
 
     weight, mesh = problem.weight, problem.weight.device_mesh
     whole = [Replicate()] * mesh.ndim
@@ -147,7 +146,8 @@ def _run_sharded(problem: Problem, dim: int, settings: Settings) -> LossOutput:
         shard_of("ce_weight", problem.ce_weight),
         problem.options,
     )
-    return vocab_parallel_output(local, mesh.get_group(dim), _first_row(weight, dim), weight.shape[0], settings)
+    place = mesh.get_group(dim), _first_row(weight, dim), weight.shape[0]
+    return run(local, settings, lambda problem: SplitVocabulary(VocabShard.of(problem, *place)))
 
 
 def _first_row(weight, dim: int) -> int:

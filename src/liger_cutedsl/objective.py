@@ -19,14 +19,14 @@ Class weights are torch's (torch.nn.CrossEntropyLoss); the z-loss, not scaled by
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
+from liger_cutedsl.call import Problem
 from liger_cutedsl.epilogues import Epilogue, capped
 from liger_cutedsl.options import LossOptions
-from liger_cutedsl.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -44,30 +44,50 @@ class RowStatistics:
     argmax: torch.Tensor | None = None
     max_logit: torch.Tensor | None = None
 
+    @staticmethod
+    def names(options: LossOptions) -> tuple[str, ...]:
+        """Those that a call with these options has."""
+        return (
+            ("lse", "target_logit")
+            + ("weighted_sum",) * options.smoothing
+            + ("argmax", "max_logit") * options.needs_argmax
+        )
+
+    @classmethod
+    def of_no_columns(cls, problem: Problem) -> RowStatistics:
+        """Those over an empty part of the vocabulary."""
+        fills = {"weighted_sum": 0.0, "argmax": 0}
+        vector = {"dtype": problem.compute_dtype, "device": problem.device}
+        names = cls.names(problem.options)
+        return cls(**{name: torch.full((problem.tokens,), fills.get(name, -torch.inf), **vector) for name in names})
+
+    def there(self) -> dict[str, torch.Tensor]:
+        return {name: value for name in FOLDS if (value := getattr(self, name)) is not None}
+
+
+def _at_the_first_largest(parts: RowStatistics, values: torch.Tensor) -> torch.Tensor:
+    """The first part of equals, and so the first column."""
+    return values.gather(0, parts.max_logit.argmax(dim=0, keepdim=True))[0]
+
+
+# How each statistic over the vocabulary comes from those over its parts (parts, N), in ascending order.
+FOLDS = {
+    "lse": lambda parts: torch.logsumexp(parts.lse, dim=0),
+    "target_logit": lambda parts: parts.target_logit.amax(dim=0),
+    "weighted_sum": lambda parts: parts.weighted_sum.sum(dim=0),
+    "argmax": lambda parts: _at_the_first_largest(parts, parts.argmax).long(),
+    "max_logit": lambda parts: _at_the_first_largest(parts, parts.max_logit),
+}
+
 
 def combined(pieces: list[RowStatistics], combine) -> RowStatistics:
     """Each field of the pieces through torch.cat, for those of slices of the rows, or torch.stack for over_parts."""
-
-    def field(name):
-        values = [getattr(piece, name) for piece in pieces]
-        return None if values[0] is None else combine(values)
-
-    return RowStatistics(*(field(f.name) for f in fields(RowStatistics)))
+    return RowStatistics(**{name: combine([getattr(piece, name) for piece in pieces]) for name in pieces[0].there()})
 
 
 def over_parts(parts: RowStatistics) -> RowStatistics:
     """The statistics over a vocabulary from those over its parts, in ascending order: each field (parts, N)."""
-    argmax = max_logit = None
-    if parts.argmax is not None:
-        first = parts.max_logit.argmax(dim=0, keepdim=True)  # the first part of equals, and so the first column
-        argmax, max_logit = parts.argmax.gather(0, first)[0].long(), parts.max_logit.gather(0, first)[0]
-    return RowStatistics(
-        lse=torch.logsumexp(parts.lse, dim=0),
-        target_logit=parts.target_logit.amax(dim=0),
-        weighted_sum=None if parts.weighted_sum is None else parts.weighted_sum.sum(dim=0),
-        argmax=argmax,
-        max_logit=max_logit,
-    )
+    return RowStatistics(**{name: FOLDS[name](parts) for name in parts.there()})
 
 
 @dataclass(frozen=True)
@@ -94,6 +114,13 @@ class RowWeights:
             return v[rows] if isinstance(v, torch.Tensor) else v
 
         return replace(self, ignored=part(self.ignored), target_weight=part(self.target_weight))
+
+    def with_classes(self, target_weight: torch.Tensor, total: torch.Tensor, options: LossOptions) -> RowWeights:
+        """The same with class weights: the targets' (N,), and their sum over the vocabulary."""
+        target_weight, mean = self.mask(target_weight), options.reduction == "mean"
+        # weights that sum to zero over valid rows give 0/0 = NaN, as in torch
+        inverse_d = target_weight.sum().reciprocal() if mean else 1.0
+        return replace(self, target_weight=target_weight, total_weight=total, inverse_d=inverse_d)
 
     def mask(self, per_row: torch.Tensor, fill=0.0) -> torch.Tensor:
         return per_row if self.ignored is None else per_row.masked_fill(self.ignored, fill)
@@ -132,24 +159,18 @@ class LossOutput(NamedTuple):
 
 def row_weights(problem: Problem) -> RowWeights:
     """RowWeights of a problem whose ce_weight is already in the compute dtype. Reads nothing to the host."""
-    dtype, mean = problem.compute_dtype, problem.options.reduction == "mean"
-    inverse_d = inverse_dz = total = 1.0
-    if problem.dense:
-        ignored, target_weight = None, 1.0
-        inverse_d = inverse_dz = 1.0 / divisor(problem)
-    else:
+    ignored, target_weight, inverse = None, 1.0, 1.0 / divisor(problem)
+    if not problem.dense:
         ignored = problem.ignored()
-        target_weight = (~ignored).to(dtype)
-        if mean:
-            inverse_d = inverse_dz = target_weight.sum().reciprocal()
-    total = float(problem.vocab)
-    if problem.ce_weight is not None:
-        # Clamped: ignore_index may be any number, and a call that began as dense may turn out not to be.
-        target_weight = target_weight * problem.ce_weight[problem.target.long().clamp(0, problem.vocab - 1)]
-        total = problem.ce_weight.sum()
-        if mean:  # weights that sum to zero over valid rows give 0/0 = NaN, as in torch
-            inverse_d = target_weight.sum().reciprocal()
-    return RowWeights(ignored, target_weight, total, inverse_d, inverse_dz, problem.vocab)
+        target_weight = (~ignored).to(problem.compute_dtype)
+        if problem.options.reduction == "mean":
+            inverse = target_weight.sum().reciprocal()
+    weights = RowWeights(ignored, target_weight, float(problem.vocab), inverse, inverse, problem.vocab)
+    if problem.ce_weight is None:
+        return weights
+    # Clamped: ignore_index may be any number, and a call that began as dense may turn out not to be.
+    of_targets = problem.ce_weight[problem.target.long().clamp(0, problem.vocab - 1)]
+    return weights.with_classes(of_targets, problem.ce_weight.sum(), problem.options)
 
 
 def divisor(problem: Problem) -> int:

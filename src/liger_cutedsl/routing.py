@@ -4,186 +4,64 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
-import warnings
-from dataclasses import dataclass, replace
+import importlib.util
+from dataclasses import replace
 
 import torch
 
+from liger_cutedsl.call import Problem, WantedGradients
 from liger_cutedsl.engines import KernelFailure, make_engine
 from liger_cutedsl.epilogues import EXACT_INDICES
-from liger_cutedsl.problem import Problem, WantedGradients
-from liger_cutedsl.schedules import recompute, single_pass
-from liger_cutedsl.tiling import SPARE_COLUMNS, TILE_QUANTUM, fitting_width
+from liger_cutedsl.route import Route, Settings
+from liger_cutedsl.schedules import IN_ORDER_OF_PREFERENCE, liger_triton
+from liger_cutedsl.schedules.schedule import Task
+from liger_cutedsl.split import WHOLE, Split
+from liger_cutedsl.user_warnings import warn_user
 
-ENGINES = ("cute", "triton", "torch")
-SCHEDULES = ("recompute", "single_pass")
-# Holds chunks of 2048 tokens of a vocabulary of 128k, with the partial results of every option (541 MiB).
-DEFAULT_WORKSPACE_MB = 560.0
 CUTE_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 
 
-# single_pass reads and writes all of dW once a chunk. Chunks smaller than this cost more than the GEMM they save.
-SMALLEST_CHUNK = 512
+def choose_route(problem: Problem, wanted: WantedGradients, settings: Settings, split: Split = WHOLE) -> Route:
+    """The route of a call. Raises RuntimeError, with the reason, where a forced engine or schedule cannot run it."""
+    return planned(Task(problem, wanted, settings, split))[1]
 
 
-@dataclass(frozen=True)
-class Route:
-    """How one call runs.
+def planned(task: Task, after_first_launch=None):
+    """(engine, route) of a task: the call's one engine object, and what the preferred schedule makes of it.
 
-    engine: "cute" (CuTe DSL GEMMs), "triton" (Liger-Kernel's own operator) or "torch".
-    schedule: "recompute" or "single_pass"; "liger" is what the triton engine brings along.
-    dtype: what x and weight are multiplied in.
-    tile_width: columns of a vocabulary tile of recompute.  kept: columns whose exponentials it keeps until backward
-        instead of recomputing them.  chunk: tokens of a chunk of single_pass.  dw_sum: what it sums dW in, if it does.
-    gemms: large matrix products, forward and backward, of 2·N·V·H operations each.
-    workspace_bytes: predicted memory beyond inputs, outputs and gradients; 0 where not known (triton).
-    reason: why, in words.  fallback: whether a GPU call runs without the CuTe engine.
+    after_first_launch: see CuteEngine. Raises RuntimeError as choose_route does.
     """
-
-    engine: str
-    schedule: str
-    dtype: torch.dtype
-    reason: str
-    tile_width: int = 0
-    kept: int = 0
-    chunk: int = 0
-    dw_sum: torch.dtype | None = None
-    gemms: float = 0
-    workspace_bytes: int = 0
-    fallback: bool = False
-
-    def __str__(self) -> str:
-        parts = [f"{self.engine} / {self.schedule}"]
-        if self.schedule == "recompute":
-            parts.append(f"tiles of {self.tile_width} columns")
-            parts += [f"{self.kept} kept"] if self.kept else []
-        if self.schedule == "single_pass":
-            parts.append(f"chunks of {self.chunk} tokens")
-        if self.workspace_bytes:
-            parts += [f"{self.gemms:.3g} GEMMs", f"{self.workspace_bytes / 2**20:.0f} MiB workspace"]
-        return f"{', '.join(parts)}: {self.reason}"
+    name, reason = _choose_engine(task)
+    engine = make_engine(name, after_first_launch)
+    route = liger_triton.plan(engine, task, reason) if name == "triton" else _schedule(engine, task, reason)
+    fallback = task.problem.device.type == "cuda" and name != "cute" and task.problem.tokens > 0
+    return engine, replace(route, fallback=fallback and task.local.vocab > 0)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the user asked for: an argument, else its environment variable, else the default.
-
-    engine (LIGER_CUTEDSL_ENGINE): one of ENGINES, or "auto".
-    schedule (LIGER_CUTEDSL_SCHEDULE): one of SCHEDULES, or "auto".
-    workspace_mb (LIGER_CUTEDSL_WORKSPACE_MB): MiB a call may use beyond inputs, outputs and gradients.
-    """
-
-    engine: str = "auto"
-    schedule: str = "auto"
-    workspace_mb: float = DEFAULT_WORKSPACE_MB
-
-    @classmethod
-    def resolve(cls, engine=None, schedule=None, workspace_mb=None, chunk_mem_const=1) -> Settings:
-        """chunk_mem_const: Liger-Kernel's multiplier of the workspace, a positive int."""
-        if isinstance(chunk_mem_const, bool) or not isinstance(chunk_mem_const, int) or chunk_mem_const < 1:
-            raise ValueError(f"chunk_mem_const must be a positive int, got {chunk_mem_const!r}")
-        budget = _positive("workspace_mb", workspace_mb, "LIGER_CUTEDSL_WORKSPACE_MB", DEFAULT_WORKSPACE_MB)
-        return cls(
-            _choice("engine", engine, "LIGER_CUTEDSL_ENGINE", ENGINES),
-            _choice("schedule", schedule, "LIGER_CUTEDSL_SCHEDULE", SCHEDULES),
-            budget * chunk_mem_const,
-        )
-
-
-def choose_route(problem: Problem, wanted: WantedGradients, settings: Settings) -> Route:
-    """The route of a call. Raises RuntimeError, with the reason, where a forced engine cannot run it."""
-    engine, reason = _choose_engine(problem, settings)
-    fallback = problem.device.type == "cuda" and engine != "cute" and problem.tokens > 0
-    if engine == "triton":
-        return Route("triton", "liger", problem.gemm_dtype, reason, gemms=3, fallback=fallback)
-    budget = int(settings.workspace_mb * 2**20)
-    if problem.tokens == 0:
-        return _recompute_route(engine, problem, wanted, budget, reason)
-    obstacle = single_pass_obstacle(problem, make_engine(engine).dz_dtype(problem.gemm_dtype))
-    if settings.schedule == "single_pass" and obstacle and wanted:
-        raise RuntimeError(
-            f"schedule 'single_pass' was asked for but cannot run this call: {obstacle}. "
-            f"Unset LIGER_CUTEDSL_SCHEDULE (or pass schedule='auto') to let the call take another route"
-        )
-    if settings.schedule != "recompute" and wanted and not obstacle:
-        route = _single_pass_route(engine, problem, wanted, budget, reason)
-        if settings.schedule == "single_pass" or route.workspace_bytes <= budget:
-            return replace(route, fallback=fallback)
-        obstacle = f"a chunk does not fit {settings.workspace_mb:g} MiB"
-    if wanted and settings.schedule == "auto":
-        reason = f"{reason}; {obstacle}"
-    route = _recompute_route(engine, problem, wanted, budget, reason)
-    if route.workspace_bytes > budget:
+def _schedule(engine, task: Task, reason: str) -> Route:
+    """What the first schedule makes of a task that can run it within the budget, or the last one in any case."""
+    *preferred, last = IN_ORDER_OF_PREFERENCE
+    settings, obstacle = task.settings, None
+    if task.wanted and task.problem.tokens:  # other calls store nothing, whatever the schedule
+        for schedule in preferred:
+            forced = settings.schedule == schedule.NAME
+            if settings.schedule not in ("auto", schedule.NAME):
+                continue
+            obstacle = schedule.obstacle(engine, task)
+            if obstacle and forced:
+                raise RuntimeError(
+                    f"schedule {schedule.NAME!r} was asked for but cannot run this call: {obstacle}. "
+                    f"Unset LIGER_CUTEDSL_SCHEDULE (or pass schedule='auto') to let the call take another route"
+                )
+            if not obstacle:
+                route = schedule.plan(engine, task, reason)
+                if forced or route.workspace_bytes <= settings.budget:
+                    return route
+                obstacle = f"a chunk does not fit {settings.workspace_mb:g} MiB"
+    route = last.plan(engine, task, f"{reason}; {obstacle}" if obstacle else reason)
+    if route.workspace_bytes > settings.budget:
         _warn_about_budget(route, settings.workspace_mb)
-    return replace(route, fallback=fallback)
-
-
-def single_pass_obstacle(problem: Problem, e_dtype: torch.dtype) -> str | None:
-    """Why gradients in forward, from exponentials in e_dtype, are not possible or not accurate; or None."""
-    options = problem.options
-    if options.reduction == "none":
-        return "reduction='none' knows its gradient's weights only in backward"
-    if options.needs_slope_apart:
-        return "stored exponentials hold the softcap's slope, and label smoothing needs both apart"
-    if e_dtype == torch.float16:
-        if options.reduction == "mean" and not problem.dense:  # while a CUDA graph is captured
-            return "a float16 mean needs a scale from the number of valid rows, which only the device knows"
-        if not single_pass.fp16_scale_fits(problem):
-            return "float16 with class weights, token scaling or a z-loss needs a scale known only in backward"
-    return None
-
-
-def _single_pass_route(engine: str, problem: Problem, wanted: WantedGradients, budget: int, reason: str) -> Route:
-    runner, sums = make_engine(engine), single_pass.sum_dtypes(problem, wanted)
-    one, two = runner.chunk_bytes(problem, 1), runner.chunk_bytes(problem, 2)
-    per_row, fixed = two - one, 2 * one - two
-    fitting = (budget - single_pass.sums_bytes(problem, wanted, sums) - fixed) // per_row // TILE_QUANTUM * TILE_QUANTUM
-    least = min(SMALLEST_CHUNK, problem.tokens)
-    chunk = runner.chunk_size(problem, min(max(fitting, least), problem.tokens))
-    beside = runner.chunk_bytes(problem, chunk)
-    if single_pass.roundings(problem, sums, chunk) > single_pass.MOST_ROUNDINGS:
-        wide = replace(sums, weight=problem.compute_dtype)
-        if single_pass.sums_bytes(problem, wanted, wide) + beside <= budget:
-            sums = wide
-    return Route(
-        engine,
-        "single_pass",
-        problem.gemm_dtype,
-        reason,
-        chunk=chunk,
-        dw_sum=sums.weight,
-        gemms=_gemms(3, wanted),
-        workspace_bytes=single_pass.sums_bytes(problem, wanted, sums) + beside,
-    )
-
-
-def _recompute_route(engine: str, problem: Problem, wanted: WantedGradients, budget: int, reason: str) -> Route:
-    runner = make_engine(engine)
-    fixed, column = recompute.accumulator_bytes(problem, wanted), runner.column_bytes(problem)
-    kept = recompute.kept_columns(runner, problem, wanted, budget)
-    tiled = 0 if kept == problem.vocab else kept  # all are kept: tiles are for a second backward
-    width = runner.tile_width(problem, fitting_width(problem.vocab - tiled, column, budget - fixed), tiled)
-    if kept == problem.vocab:
-        used = runner.chunk_bytes(problem, problem.tokens)
-    else:
-        backward = fixed + column * (width + SPARE_COLUMNS) if wanted else 0
-        used = max(backward, runner.forward_bytes(problem, width, kept))
-    return Route(
-        engine,
-        "recompute",
-        problem.gemm_dtype,
-        reason,
-        tile_width=width,
-        kept=kept,
-        gemms=_gemms(4 - kept / problem.vocab, wanted) if wanted else 1,
-        workspace_bytes=used,
-    )
-
-
-def _gemms(all_of_them: float, wanted: WantedGradients) -> float:
-    """Without dX or dW, a GEMM less each."""
-    return all_of_them - (wanted.x is None) - (wanted.weight is None)
+    return route
 
 
 _warned = False
@@ -194,45 +72,42 @@ def warn_about_fallback(route: Route) -> None:
     global _warned
     if route.fallback and not _warned:
         _warned = True
-        warnings.warn(
+        warn_user(
             f"liger-cutedsl runs this loss on its {route.engine} engine: {route.reason}. "
-            f"Said once; `python -m liger_cutedsl` shows what runs here.",
-            RuntimeWarning,
-            stacklevel=6,
+            f"Said once; `python -m liger_cutedsl` shows what runs here."
         )
 
 
 @functools.cache
 def _warn_about_budget(route: Route, workspace_mb: float) -> None:
-    warnings.warn(
+    warn_user(
         f"a workspace of {workspace_mb:g} MiB holds no schedule of this call: it takes the leanest, which needs "
         f"{route.workspace_bytes / 2**20:.0f} MiB (LIGER_CUTEDSL_WORKSPACE_MB, or workspace_mb=). Said once a call of "
-        f"this size",
-        RuntimeWarning,
-        stacklevel=7,
+        f"this size"
     )
 
 
-def _choose_engine(problem: Problem, settings: Settings) -> tuple[str, str]:
-    if settings.engine != "auto":
-        obstacle = {"cute": cute_obstacle, "triton": triton_obstacle, "torch": lambda *_: None}[settings.engine](
-            problem, settings
-        )
+def _choose_engine(task: Task) -> tuple[str, str]:
+    problem, forced = task.local, task.settings.engine
+    if problem.vocab == 0:
+        return "torch", "a shard of nothing but padding"
+    if forced != "auto":
+        obstacle = {"cute": cute_obstacle, "triton": triton_obstacle, "torch": lambda _: None}[forced](task)
         if obstacle:
             raise RuntimeError(
-                f"engine {settings.engine!r} was asked for but cannot run this call: {obstacle}. "
+                f"engine {forced!r} was asked for but cannot run this call: {obstacle}. "
                 f"Unset LIGER_CUTEDSL_ENGINE (or pass engine='auto') to let the call take another route"
             )
     if problem.tokens == 0:
         return "torch", "an empty batch needs no kernel"
-    if settings.engine != "auto":
-        return settings.engine, "asked for"
+    if forced != "auto":
+        return forced, "asked for"
     if problem.device.type != "cuda":
         return "torch", f"{problem.device.type} tensors"
-    obstacle = cute_obstacle(problem, settings)
+    obstacle = cute_obstacle(task)
     if not obstacle:
         return "cute", "16-bit inputs on a GPU with CuTe kernels"
-    second = triton_obstacle(problem, settings)
+    second = triton_obstacle(task)
     return ("torch", f"{obstacle}, and {second}") if second else ("triton", obstacle)
 
 
@@ -247,8 +122,9 @@ def give_up_on_cute(failure: KernelFailure, settings: Settings) -> None:
     _kernel_failure = str(failure)
 
 
-def cute_obstacle(problem: Problem, settings: Settings) -> str | None:
+def cute_obstacle(task: Task) -> str | None:
     """Why the CuTe engine cannot run this call, or None."""
+    problem, settings = task.local, task.settings
     if problem.device.type != "cuda":
         return f"the CuTe kernels need a GPU, and these are {problem.device.type} tensors"
     if torch.version.hip is not None:
@@ -278,33 +154,22 @@ def _cute_import_error() -> str | None:
     return None
 
 
-def triton_obstacle(problem: Problem, settings: Settings) -> str | None:
+def triton_obstacle(task: Task) -> str | None:
     """Why Liger-Kernel's Triton operator cannot run this call, or None."""
+    problem, settings = task.local, task.settings
     if problem.device.type != "cuda":
         return f"Liger's Triton operator needs a GPU, and these are {problem.device.type} tensors"
     if problem.gemm_dtype == torch.float64:
         return "Liger's Triton operator computes float64 inputs in float32"
+    if task.split.sums_dx:
+        return "Liger's Triton operator computes a whole vocabulary"
     if settings.schedule != "auto":
         return f"Liger's Triton operator has its own schedule, not {settings.schedule!r}"
+    if not _liger_is_installed():
+        return "Liger-Kernel is not installed"
     return None
 
 
-def _choice(name: str, argument, variable: str, choices: tuple[str, ...]) -> str:
-    value, source = (argument, name) if argument is not None else (os.environ.get(variable), variable)
-    value = "auto" if value in (None, "") else value
-    if value not in (*choices, "auto"):
-        raise ValueError(f"{source} must be one of {', '.join(choices)} or auto, got {value!r}")
-    return value
-
-
-def _positive(name: str, argument, variable: str, default: float) -> float:
-    value, source = (argument, name) if argument is not None else (os.environ.get(variable), variable)
-    if value in (None, ""):
-        return default
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = -1.0
-    if not 0 < number < float("inf"):
-        raise ValueError(f"{source} must be a positive number of MiB, got {value!r}")
-    return number
+@functools.cache
+def _liger_is_installed() -> bool:
+    return importlib.util.find_spec("liger_kernel.ops.fused_linear_cross_entropy") is not None

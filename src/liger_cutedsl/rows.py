@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from liger_cutedsl.call import Gradients, Problem
 from liger_cutedsl.objective import LossOutput
-from liger_cutedsl.problem import Gradients, Problem
 from liger_cutedsl.without_data import refuse_without_data
 
 
@@ -29,7 +29,7 @@ class Rows:
             return replace(problem, x=problem.x.masked_fill(self.masked[:, None], 0.0))
         if self.keep is None:
             return problem
-        return replace(problem, x=problem.x[self.keep], target=problem.target[self.keep], dense=True)
+        return replace(problem.of(self.keep), dense=True)
 
     def select(self, values: torch.Tensor) -> torch.Tensor:
         """The kept rows of per-row values (N, …), the opposite of spread. Scalars stay."""

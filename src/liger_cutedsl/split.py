@@ -1,126 +1,169 @@
-"""Where a rank's shard lies in a vocabulary split over ranks, as their sizes say that travel with the first call."""
+"""A vocabulary over ranks, as a guest of a schedule: what statistics and dX of some rows pass through, or nothing.
+
+Each rank holds some rows of W, all hold x and the targets:
+
+    forward   each rank reduces its own logits to row statistics; one all-gather of a few numbers a row; every rank
+              folds them into the same loss
+    backward  each rank computes dz of its own columns; its dW needs no one else; one all-reduce of dX in the compute
+              dtype, under the products that follow
+
+So dX is the single process's up to float32 rounding (float64 for float64 inputs); it is then written in x's dtype.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import sys
+from dataclasses import replace
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
-from liger_cutedsl.options import python_scalar
-
-_Said = tuple[int | None, int, int | None]
-
-
-class OtherShards(Exception):
-    """The ranks' sizes put the shards elsewhere than was guessed: begin again. Raised on every rank alike."""
+from liger_cutedsl.call import Gradients, Problem, WantedGradients
+from liger_cutedsl.engines import KernelFailure
+from liger_cutedsl.epilogues import EXACT_INDICES
+from liger_cutedsl.objective import RowStatistics, RowWeights, over_parts, row_weights
+from liger_cutedsl.rows import TargetCheck
+from liger_cutedsl.shards import VocabShard
 
 
-@dataclass(frozen=True)
-class VocabShard:
-    """Rows [start, start + valid) of a vocabulary of `vocab` entries; rows of the shard beyond them are padding.
+class Split(Protocol):
+    """What a schedule asks about the share of the vocabulary that it computes.
 
-    said: the caller's vocab_start, the shard's rows, the caller's vocab_size; None for what the caller left out.
-    reads: whether this call reads the other ranks' sizes on the host; until then start and vocab may be a guess.
+    vocab: what targets are checked against beforehand; None for the weight's rows.  settled: whether the ranks know
+    each other already, so that a call may begin before its targets are confirmed.
     """
 
-    group: dist.ProcessGroup | None
-    start: int
-    valid: int
-    vocab: int
-    said: _Said
-    reads: bool = True
+    vocab: int | None
+    settled: bool
 
-    @classmethod
-    def of(cls, weight: torch.Tensor, group, vocab_start: int | None, vocab_size: int | None) -> VocabShard:
-        """Where an earlier call found this shard to lie; else as if all were equal, where the caller says nothing."""
-        group = dist.group.WORLD if group is None else group
-        said = _checked("vocab_start", vocab_start, 0), weight.shape[0], _checked("vocab_size", vocab_size, 1)
-        known = _known_shards.get(_key(group, said, weight.device))
-        if known is not None:
-            return replace(known[0], group=group)
-        rows = said[1]
-        return replace(_placed(said, rows * dist.get_rank(group), rows * dist.get_world_size(group)), group=group)
+    def local(self, problem: Problem) -> Problem:
+        """The problem over this process's own columns; targets elsewhere are −1."""
 
-    def header(self) -> list[int]:
-        """What the other ranks are told: start, rows, vocab.
+    def combine(self, stats: RowStatistics, problem: Problem, local: Problem) -> tuple[RowStatistics, RowWeights]:
+        """From the statistics of some rows over the local columns: those over the vocabulary, and the rows' weights.
 
-        In place of n, −1 − n: a start or vocab that is not the caller's word, the rows of a rank that reads headers.
+        problem: these rows; local: the same over the local columns, as the kernels read them.
         """
-        start, rows, vocab = self.said
-        return [_signed(self.start, start is None), _signed(rows, self.reads), _signed(self.vocab, vocab is None)]
+
+    def failed(self, failure: KernelFailure, problem: Problem) -> None:
+        """In place of combine, so that the other ranks do not wait for it. Raises where they go on without this one."""
+
+    def failed_in_backward(self, failure: KernelFailure, problem: Problem, wanted: WantedGradients) -> None:
+        """The same in place of add_dx."""
+
+    def confirm(self, problem: Problem) -> None:
+        """Refuses, on every rank, what could not be refused before combine. problem: all rows of the call."""
+
+    sums_dx: bool
+
+    def add_dx(self, dx: torch.Tensor):
+        """Where sums_dx: begins the sum of dX over the ranks, in place, and returns what has wait(). Else None.
+
+        dx: (rows, H) of any rows, in the compute dtype; NaN where a kernel failed.
+        """
+
+    def padded(self, gradients: Gradients, problem: Problem) -> Gradients:
+        """Gradients of the local columns as those of the weight that the caller passed."""
 
 
-# what a rank says of its shard → where it lies, and the headers of all ranks in later calls
-_known_shards: dict[tuple, tuple[VocabShard, torch.Tensor]] = {}
+class WholeVocabulary:
+    """One process has it all."""
+
+    vocab, settled, sums_dx = None, True, False
+
+    def local(self, problem: Problem) -> Problem:
+        return problem
+
+    def combine(self, stats: RowStatistics, problem: Problem, local: Problem) -> tuple[RowStatistics, RowWeights]:
+        return stats, row_weights(local)
+
+    def failed(self, failure: KernelFailure, problem: Problem) -> None:
+        pass
+
+    def failed_in_backward(self, failure: KernelFailure, problem: Problem, wanted: WantedGradients) -> None:
+        pass
+
+    def confirm(self, problem: Problem) -> None:
+        pass
+
+    def add_dx(self, dx: torch.Tensor):
+        return None
+
+    def padded(self, gradients: Gradients, problem: Problem) -> Gradients:
+        return gradients
 
 
-def agreed(shard: VocabShard, headers: torch.Tensor) -> torch.Tensor:
-    """Whether the ranks' headers (ranks, 3) are those that put this shard where it lies: a () bool tensor.
-
-    They are read to the host in the first call of a shard, on a CPU in every one. Raises ValueError where they
-    contradict each other, OtherShards where a rank's guess was wrong: on every rank, because all of them read the same.
-    """
-    key = _key(shard.group, shard.said, headers.device)
-    if not shard.reads:
-        return (headers == _known_shards[key][1]).all()
-    told = [[int(n) for n in row] for row in headers.tolist()]
-    shards = _shards_of([_unsigned(row) for row in told], all_read=all(rows < 0 for _, rows, _ in told))
-    later = [replace(other, reads=not headers.is_cuda) for other in shards]
-    own = later[dist.get_rank(shard.group)]
-    _known_shards[key] = own, headers.new_tensor([other.header() for other in later])
-    if told != [other.header() for other in shards]:
-        raise OtherShards
-    return headers.new_ones((), dtype=torch.bool)
+WHOLE = WholeVocabulary()
 
 
-def _shards_of(said: list[_Said], all_read: bool) -> list[VocabShard]:
-    """All ranks' shards: in rank order, without gaps."""
-    got = f"got (vocab_start, rows, vocab_size) {said}, None where left out"
-    if not all_read:
-        raise ValueError(
-            f"weight_shard: the shards changed on some ranks only, or those of two heads are equal on some ranks only, "
-            f"which vocab_size tells apart: {got}"
+_ALONE = (
+    "a kernel failed on this rank of a split vocabulary, after all ranks had agreed on an engine; the others go on "
+    "with NaN. LIGER_CUTEDSL_ENGINE=torch on all of them does without these kernels"
+)
+
+
+class SplitVocabulary:
+    """Rows [start, start + valid) of a vocabulary split over the ranks of a group, as a VocabShard says."""
+
+    sums_dx = True
+
+    def __init__(self, shard: VocabShard):
+        self.shard, self.settled = shard, not shard.reads
+        # before all ranks know the vocabulary none refuses a target alone
+        self.vocab = sys.maxsize if shard.reads else shard.vocab
+
+    def local(self, problem: Problem) -> Problem:
+        shifted = replace(problem, target=problem.target - self.shard.start)
+        return shifted.of_columns(slice(0, self.shard.valid))
+
+    def combine(self, stats: RowStatistics, problem: Problem, local: Problem) -> tuple[RowStatistics, RowWeights]:
+        if stats.argmax is not None:
+            stats = replace(stats, argmax=stats.argmax + self.shard.start)
+        vectors = {name: v.to(stats.lse.dtype) for name, v in stats.there().items()}
+        total = stats.lse.new_full((), float(self.shard.valid))
+        if local.ce_weight is not None:
+            own = local.ce_weight.index_select(0, local.target.long().clamp(min=0)) if local.vocab else 0.0
+            vectors["target_weight"] = torch.where(local.target >= 0, own, torch.zeros_like(stats.lse))
+            total = local.ce_weight.sum()
+        known, totals, parts = self.shard.gathered(torch.stack(list(vectors.values())), total)
+        parts = dict(zip(vectors, parts.unbind(1), strict=True))
+        target_weight = parts.pop("target_weight", None)
+        stats = over_parts(RowStatistics(**parts))
+        weights = row_weights(replace(problem, ce_weight=None))
+        weights = replace(weights, vocab=self.shard.vocab, total_weight=float(self.shard.vocab))
+        if target_weight is not None:
+            weights = weights.with_classes(target_weight.sum(dim=0), totals.sum(), problem.options)
+        return replace(stats, lse=torch.where(known, stats.lse, torch.nan)), weights
+
+    def confirm(self, problem: Problem) -> None:
+        shard = self.shard
+        if self.settled:
+            return
+        TargetCheck(problem, vocab=shard.vocab).rows()
+        # the ranks' indices travel in the compute dtype
+        if problem.options.needs_argmax and shard.vocab > EXACT_INDICES and problem.compute_dtype == torch.float32:
+            raise ValueError(f"vocab_size must be at most {EXACT_INDICES} for token metrics, got {shard.vocab}")
+
+    def failed(self, failure: KernelFailure, problem: Problem) -> None:
+        count = len(RowStatistics.names(problem.options)) + (problem.ce_weight is not None)
+        nothing = torch.full((count, problem.tokens), torch.nan, dtype=problem.compute_dtype, device=problem.device)
+        self.shard.gathered(nothing, nothing.new_zeros(()), failed=True)  # raises until an engine is agreed upon
+        raise RuntimeError(f"{_ALONE}: {failure}") from failure
+
+    def failed_in_backward(self, failure: KernelFailure, problem: Problem, wanted: WantedGradients) -> None:
+        if wanted.x is not None:
+            self.add_dx(torch.full_like(problem.x, torch.nan, dtype=problem.compute_dtype)).wait()
+        raise RuntimeError(f"{_ALONE}: {failure}") from failure
+
+    def add_dx(self, dx: torch.Tensor):
+        return self.shard.sum_over_ranks(dx)
+
+    def padded(self, gradients: Gradients, problem: Problem) -> Gradients:
+        rows = problem.vocab - self.shard.valid
+        if not rows:
+            return gradients
+        weight, bias = (
+            None if g is None else torch.cat([g, g.new_zeros(rows, *g.shape[1:])])
+            for g in (gradients.weight, gradients.bias)
         )
-    rows, sizes = [n for _, n, _ in said], {vocab for _, _, vocab in said if vocab is not None}
-    if len(sizes) > 1 or max(sizes, default=1) > sum(rows):
-        raise ValueError(
-            f"weight_shard: vocab_size must be the same on all ranks, and at most the {sum(rows)} rows that their "
-            f"shards hold: {got}"
-        )
-    starts = [sum(rows[:rank]) for rank in range(len(rows))]
-    shards = [_placed(own, start, max(sizes, default=sum(rows))) for own, start in zip(said, starts, strict=True)]
-    if any(shard.valid and shard.start != start for shard, start in zip(shards, starts, strict=True)):
-        raise ValueError(
-            f"weight_shard: the shards must cover the vocabulary in rank order without gaps; leave vocab_start out, or "
-            f"pass the number of rows on the ranks before: {got}"
-        )
-    return shards
-
-
-def _placed(said: _Said, start: int, vocab: int) -> VocabShard:
-    """A shard with the start and the vocabulary given here where its caller named none."""
-    start = start if said[0] is None else said[0]
-    vocab = max(vocab, 1) if said[2] is None else said[2]
-    return VocabShard(None, start, max(0, min(said[1], vocab - start)), vocab, said)
-
-
-def _signed(number: int, negative: bool) -> int:
-    return -1 - number if negative else number
-
-
-def _unsigned(header: list[int]) -> _Said:
-    """What the caller of a header's rank said."""
-    start, rows, vocab = header
-    return None if start < 0 else start, _signed(rows, rows < 0), None if vocab < 0 else vocab
-
-
-def _key(group, said: _Said, device: torch.device) -> tuple:
-    return tuple(dist.get_process_group_ranks(group)), said, device
-
-
-def _checked(name: str, value, least: int) -> int | None:
-    value = python_scalar(value)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise ValueError(f"{name} must be None or an int ≥ {least}, got {value!r}")
-    return value
+        return replace(gradients, weight=weight, bias=bias)

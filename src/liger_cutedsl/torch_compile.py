@@ -20,49 +20,54 @@ from typing import NamedTuple
 
 import torch
 
-from liger_cutedsl.autograd import forward_of, gradients_of, prepare, run_with_gradients
-from liger_cutedsl.derivatives import refuse_second_derivative
-from liger_cutedsl.engines import KernelFailure
-from liger_cutedsl.objective import LossOutput, RowStatistics, row_weights
-from liger_cutedsl.options import LossOptions
-from liger_cutedsl.problem import (
+from liger_cutedsl.autograd import Call, begun, forward_of, gradients_of, run_with_gradients, with_fallback
+from liger_cutedsl.call import (
+    DIFFERENTIABLE,
+    TENSORS,
+    VECTORS,
     Gradients,
     Problem,
     WantedGradients,
     autocast_dtype,
-    check_tensors,
     gradients_needed,
     planned_device,
 )
-from liger_cutedsl.routing import Settings, give_up_on_cute
-from liger_cutedsl.rows import TargetCheck
-from liger_cutedsl.schedules import recompute
+from liger_cutedsl.checks import check_tensors
+from liger_cutedsl.derivatives import refuse_second_derivative
+from liger_cutedsl.objective import LossOutput, RowStatistics, row_weights
+from liger_cutedsl.options import LossOptions
+from liger_cutedsl.route import Settings
+from liger_cutedsl.schedules import liger_triton, recompute
 
-_TENSORS = "Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight"
-_CALL = (
-    "int ignore_index, float lse_square_scale, float label_smoothing, str reduction, float? softcap, "
-    "bool use_token_scaling, ScalarType? accum_dtype, bool return_z_loss, bool return_token_accuracy, "
-    "bool return_predicted_tokens, "  # the fields of LossOptions, in their order
-    "str engine, str schedule, float? workspace_mb, int chunk_mem_const, ScalarType? autocast, "
-    "bool needs_x, bool needs_weight, bool needs_bias"
-)
 _DEFAULTS = {field.name: field.default for field in fields(LossOptions)}
-_OPTIONS = len(_DEFAULTS)
+_TYPES = {"torch.dtype": "ScalarType"}  # of the schema, where it has another word than Python
+_ANNOTATIONS = [(field.name, *field.type.split(" | ")) for field in fields(LossOptions)]
+_TENSORS = ", ".join(f"Tensor{'?' * (name in VECTORS)} {name}" for name in TENSORS)
+_CALL = ", ".join(
+    [f"{_TYPES.get(kind, kind)}{'?' * bool(optional)} {name}" for name, kind, *optional in _ANNOTATIONS]
+    + ["str engine, str schedule, float? workspace_mb, int chunk_mem_const, ScalarType? autocast"]
+    + [f"bool needs_{name}" for name in DIFFERENTIABLE]
+)
 
 
-class _Call(NamedTuple):
+class _Arguments(NamedTuple):
     """The arguments of an op, as everything else in this package knows them."""
 
     problem: Problem
     settings: Settings
-    needs: tuple[bool, bool, bool]
+    needs: tuple[bool, ...]
     autocast: torch.dtype | None
 
     @classmethod
-    def of(cls, tensors, call) -> _Call:
-        engine, schedule, workspace_mb, chunk_mem_const, autocast, *needs = call[_OPTIONS:]
+    def of(cls, *arguments) -> _Arguments:
+        tensors, rest = arguments[: len(TENSORS)], arguments[len(TENSORS) :]
+        options, (engine, schedule, workspace_mb, chunk_mem_const, autocast, *needs) = (
+            rest[: len(_DEFAULTS)],
+            rest[len(_DEFAULTS) :],
+        )
         settings = Settings.resolve(engine, schedule, workspace_mb, chunk_mem_const)
-        return cls(Problem(*tensors, LossOptions(*call[:_OPTIONS])), settings, tuple(needs), autocast)
+        problem = Problem(**dict(zip(TENSORS, tensors, strict=True)), options=LossOptions(*options))
+        return cls(problem, settings, tuple(needs), autocast)
 
     def context(self) -> contextlib.AbstractContextManager:
         """The autocast the graph was traced under."""
@@ -74,30 +79,56 @@ class _Call(NamedTuple):
     def wanted(self) -> WantedGradients:
         return WantedGradients.of(self.problem, self.needs)
 
+    @property
+    def in_forward(self) -> bool:
+        """Whether the gradients for an upstream gradient of 1 are all that backward needs, at the same accuracy."""
+        return self.problem.options.reduction != "none" and self.settings.schedule != recompute.NAME
 
-def run_compiled(
-    x,
-    weight,
-    target,
-    bias,
-    ce_weight,
-    *,
-    engine=None,
-    schedule=None,
-    workspace_mb=None,
-    chunk_mem_const=1,
-    **options,
-) -> LossOutput:
-    """autograd.run for tensors (N, H), (V, H), (N,), written so that torch.compile can trace it."""
-    options = {**_DEFAULTS, **options}
-    if len(options) > _OPTIONS:
-        raise TypeError(f"{list(options)[_OPTIONS]} is not an option: the options are {', '.join(_DEFAULTS)}")
+    def results(self) -> dict[str, tuple | None]:
+        """(shape, dtype) of what flce returns, None for what there is not: of the real results and of the fake ones."""
+        problem, options, dtype = self.problem, self.problem.options, self.problem.compute_dtype
+        rows = tuple(problem.target.shape)
+        per_row = rows if options.reduction == "none" else ()
+        later = bool(self.wanted) and not self.in_forward
+        return {
+            "loss": (per_row, dtype),
+            "z_loss": (per_row, dtype) if options.return_z_loss else None,
+            "token_accuracy": (per_row, torch.float32) if options.return_token_accuracy else None,
+            "predicted_tokens": (rows, torch.int64) if options.return_predicted_tokens else None,
+            **(self.gradients(self.wanted.kept()) if self.in_forward else dict.fromkeys(DIFFERENTIABLE)),
+            "lse": (rows, dtype) if later else None,
+            "target_logit": (rows, dtype) if later else None,
+        }
+
+    def gradients(self, wanted: WantedGradients) -> dict[str, tuple | None]:
+        shapes = {name: tuple(value.shape) for name, value in self.problem.tensors().items()}
+        return {n: d and (shapes[n], d) for n, d in zip(DIFFERENTIABLE, wanted, strict=True)}
+
+
+def _empty(like: torch.Tensor, described: dict) -> tuple[torch.Tensor, ...]:
+    """An op returns tensors, contiguous ones: as described, and empty ones for what there is not."""
+    return tuple(
+        like.new_empty(0) if result is None else like.new_empty(result[0], dtype=result[1])
+        for result in described.values()
+    )
+
+
+def _as_described(like: torch.Tensor, described: dict, values) -> tuple[torch.Tensor, ...]:
+    results = []
+    for (name, result), value in zip(described.items(), values, strict=True):
+        if result is not None and tuple(value.shape) != result[0]:
+            raise RuntimeError(
+                f"{name} has shape {tuple(value.shape)}, and {result[0]} was announced: a defect of ours"
+            )
+        results.append(like.new_empty(0) if result is None else value.to(result[1]).contiguous())
+    return tuple(results)
+
+
+def run_compiled(tensors, options: dict, engine, schedule, workspace_mb, chunk_mem_const) -> LossOutput:
+    """autograd.run for tensors in the order of TENSORS, written so that torch.compile can trace it."""
+    x, weight, _, bias, _ = tensors
     loss, z_loss, accuracy, predicted, *_ = torch.ops.liger_cutedsl.flce(
-        x,
-        weight,
-        target,
-        bias,
-        ce_weight,
+        *tensors,
         *options.values(),
         (os.environ.get("LIGER_CUTEDSL_ENGINE") or "auto") if engine is None else engine,
         (os.environ.get("LIGER_CUTEDSL_SCHEDULE") or "auto") if schedule is None else schedule,
@@ -114,132 +145,89 @@ def run_compiled(
     )
 
 
-def _gradients_in_forward(call: _Call) -> bool:
-    """Whether the gradients for an upstream gradient of 1 are all that backward needs, at the same accuracy."""
-    return call.problem.options.reduction != "none" and call.settings.schedule != "recompute"
-
-
 def _flce(*arguments):
-    """(loss, z_loss, token_accuracy, predicted_tokens, dx, dW, db, lse, target_logit), empty if unused."""
-    call = _Call.of(arguments[:5], arguments[5:])
-    problem, kept, stats = call.problem, (None, None, None), (None, None)
-    with call.context():
+    """The results of _Arguments.results."""
+    call, stats = _Arguments.of(*arguments), (None, None)
+    problem, gradients = call.problem, Gradients()
+    with call.context(), torch.no_grad():
         check_tensors(problem)
-        if _gradients_in_forward(call) or not call.wanted:
-            output, found = run_with_gradients(problem, call.settings, call.wanted.kept(), None)
-            kept = (found.x, found.weight, found.bias)
+        if call.in_forward or not call.wanted:
+            output, gradients = run_with_gradients(problem, call.settings, call.wanted.kept(), None)
         else:
-            output, stats = _forward_only(call)
-    return _filled(problem, *output, *kept, *stats)
+            output, stats = with_fallback(
+                call.settings, lambda: begun(_forward_only, problem, call.settings, call.wanted)
+            )
+    return _as_described(problem.x, call.results(), (*output, *gradients, *stats))
 
 
-def _filled(problem: Problem, *results: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """An op returns tensors, as its fake says: contiguous (Liger's gradients have the strides of their parameters), and
-    empty ones for what there is not."""
-    return tuple(problem.x.new_empty(0) if v is None else v.contiguous() for v in results)
-
-
-def _prepared(call: _Call):
-    """A call whose gradients are computed in backward, and which keeps nothing but row statistics until then."""
-    prepared = prepare(TargetCheck(call.problem), call.settings, call.wanted)
-    return prepared._replace(route=replace(prepared.route, kept=0))
-
-
-def _forward_only(call: _Call):
+def _forward_only(call: Call):
     """The loss, and lse and target_logit (N,) for backward; zeros for Liger's operator, which has none to give."""
-    prepared = _prepared(call)._replace(wanted=WantedGradients())
-    try:
-        output, state = forward_of(prepared)
-    except KernelFailure as failure:
-        give_up_on_cute(failure, call.settings)
-        return _forward_only(call)
+    rows = call.rows
+    output, state = forward_of(replace(call, route=replace(call.route, kept=0)).with_task(wanted=WantedGradients()))
     if state is None:
-        local = prepared.problem
-        # two of them: an op's results may not share memory
-        stats = (torch.zeros(local.tokens, dtype=local.compute_dtype, device=local.device) for _ in range(2))
-    else:
-        stats = (state.stats.lse, state.stats.target_logit)
-    return output, [prepared.rows.spread(v, 0.0) for v in stats]
+        none = torch.zeros(call.task.problem.tokens, dtype=torch.float32, device=call.whole.device)
+        return output, (rows.spread(none, 0.0), rows.spread(none.clone(), 0.0))  # results may not share memory
+    return output, [rows.spread(v, 0.0) for v in (state.stats.lse, state.stats.target_logit)]
 
 
 def _flce_fake(*arguments):
-    call = _Call.of(arguments[:5], arguments[5:])
-    problem, needs = call.problem, call.needs
+    call = _Arguments.of(*arguments)
     with call.context():
-        check_tensors(problem)
-        in_forward = _gradients_in_forward(call)
-    options, dtype, x, target = problem.options, problem.compute_dtype, problem.x, problem.target
-    per_row = target.shape if options.reduction == "none" else ()
-
-    def empty(shape, dtype, there=True):
-        return x.new_empty(shape if there else (0,), dtype=dtype if there else x.dtype)
-
-    kept = call.wanted.kept()
-    gradients = (
-        empty(v.shape, dtype) if dtype is not None and in_forward else x.new_empty(0)
-        for v, dtype in zip((x, problem.weight, problem.bias), (kept.x, kept.weight, kept.bias), strict=True)
-    )
-    later = any(needs) and not in_forward
-    return (
-        empty(per_row, dtype),
-        empty(per_row, dtype, options.return_z_loss),
-        empty(per_row, torch.float32, options.return_token_accuracy),
-        empty(target.shape, torch.int64, options.return_predicted_tokens),
-        *gradients,
-        empty(target.shape, dtype, later),
-        empty(target.shape, dtype, later),
-    )
+        check_tensors(call.problem)
+        return _empty(call.problem.x, call.results())
 
 
 def _flce_backward(grad, lse, target_logit, *arguments):
-    """(dx, dW, db) for the upstream gradient, () or (N,), empty where not needed."""
-    call = _Call.of(arguments[:5], arguments[5:])
-    with call.context():
-        check_tensors(call.problem)
-        prepared = _prepared(call)
-        rows, state = prepared.rows, None
-        if prepared.route.engine != "triton":
-            weights = row_weights(prepared.problem.for_kernels(prepared.route.dtype))
+    """(dx, dW, db) for the upstream gradient, () or (N,)."""
+    call = _Arguments.of(*arguments)
+
+    def use(begun_call: Call):
+        task, rows, state = begun_call.task, begun_call.rows, None
+        begun_call = replace(begun_call, route=replace(begun_call.route, kept=0))
+        if begun_call.route.schedule != liger_triton.NAME:
+            weights = row_weights(task.problem.for_kernels(begun_call.route.dtype))
             state = recompute.RecomputeState(RowStatistics(rows.select(lse), rows.select(target_logit)), weights)
-        elif call.problem.options.reduction != "none":  # Liger's operator has these gradients in forward alone
-            _, state = forward_of(prepared)
-        found = gradients_of(prepared, state, grad)
-    return _filled(call.problem, found.x, found.weight, found.bias)
+        elif task.problem.options.reduction != "none":  # Liger's operator has these gradients in forward alone
+            _, state = forward_of(begun_call)
+        return gradients_of(begun_call, state, grad)
+
+    with call.context(), torch.no_grad():
+        check_tensors(call.problem)
+        found = begun(use, call.problem, call.settings, call.wanted)
+        return _as_described(call.problem.x, call.gradients(call.wanted), found)
 
 
-def _flce_backward_fake(grad, lse, target_logit, x, weight, target, bias, *rest):
-    return tuple(
-        torch.empty_like(v, memory_format=torch.contiguous_format) if v is not None and need else x.new_empty(0)
-        for v, need in zip((x, weight, bias), rest[-3:], strict=True)
-    )
+def _flce_backward_fake(grad, lse, target_logit, *arguments):
+    call = _Arguments.of(*arguments)
+    return _empty(call.problem.x, call.gradients(call.wanted))
 
 
 def _setup_context(ctx, inputs, output):
-    call = _Call.of(inputs[:5], inputs[5:])
-    with call.context():
-        ctx.in_forward = _gradients_in_forward(call)
-    ctx.wanted, ctx.needs, ctx.call = call.wanted, call.needs, inputs[5:]
+    call = _Arguments.of(*inputs)
+    ctx.in_forward, ctx.wanted, ctx.call = call.in_forward, call.wanted, inputs[len(TENSORS) :]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
+    found = dict(zip(call.results(), output, strict=True))
     if ctx.in_forward:
-        differentiated = [v if need else None for v, need in zip((*inputs[:2], inputs[3]), call.needs, strict=True)]
-        ctx.save_for_backward(*output[4:7], *differentiated)
+        needs = zip(DIFFERENTIABLE, call.needs, strict=True)
+        differentiated = [getattr(call.problem, name) if need else None for name, need in needs]
+        ctx.save_for_backward(*(found[name] for name in DIFFERENTIABLE), *differentiated)
     else:
-        ctx.save_for_backward(*output[7:], *inputs[:5])
+        ctx.save_for_backward(found["lse"], found["target_logit"], *inputs[: len(TENSORS)])
 
 
 def _backward(ctx, grad, *_others):
-    found = Gradients()
+    computed = dict.fromkeys(TENSORS)
     if grad is not None:
         if ctx.in_forward:
-            *kept, x, weight, bias = ctx.saved_tensors
-            factor = torch.ops.liger_cutedsl.flce_factor(grad, x, weight, bias)
-            dtypes = (ctx.wanted.x, ctx.wanted.weight, ctx.wanted.bias)
-            computed = [None if d is None else (k * factor).to(d) for k, d in zip(kept, dtypes, strict=True)]
+            kept, inputs = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+            factor = torch.ops.liger_cutedsl.flce_factor(grad, *inputs)
+            gradients = [None if d is None else (k * factor).to(d) for k, d in zip(kept, ctx.wanted, strict=True)]
         else:
-            computed = torch.ops.liger_cutedsl.flce_backward(grad, *ctx.saved_tensors, *ctx.call)
-        found = Gradients(*(g if need else None for g, need in zip(computed, ctx.needs, strict=True)))
-    return found.x, found.weight, None, found.bias, None, *([None] * len(ctx.call))
+            gradients = torch.ops.liger_cutedsl.flce_backward(grad, *ctx.saved_tensors, *ctx.call)
+        wanted = zip(DIFFERENTIABLE, gradients, ctx.wanted, strict=True)
+        computed |= {name: g for name, g, dtype in wanted if dtype is not None}
+    return *computed.values(), *([None] * len(ctx.call))
 
 
 def _flce_factor(grad, *_inputs):

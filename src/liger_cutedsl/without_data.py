@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from liger_cutedsl.problem import Problem, planned_device
+from liger_cutedsl.call import Problem, planned_device
 
 _NAMES = ("x", "weight", "target", "bias", "ce_weight")
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from liger_cutedsl.call import Problem
 from liger_cutedsl.engines import KernelFailure
 from liger_cutedsl.engines.cute_kernels import GemmTile, backward_kernel, exp_kernel, forward_kernel, gemm_tile
 from liger_cutedsl.engines.cute_ops import OnlineArgmax
@@ -17,7 +18,6 @@ from liger_cutedsl.gemm import multiprocessors
 from liger_cutedsl.kernel_cache import use_private_cache
 from liger_cutedsl.objective import RowCoefficients, RowStatistics
 from liger_cutedsl.options import LossOptions
-from liger_cutedsl.problem import Problem
 from liger_cutedsl.tiling import TILE_QUANTUM, Tile, WaveModel
 
 use_private_cache()

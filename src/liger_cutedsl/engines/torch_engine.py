@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from liger_cutedsl.call import Problem
 from liger_cutedsl.epilogues import (
     LOWEST_MAXIMUM,
     Epilogue,
@@ -21,7 +22,6 @@ from liger_cutedsl.epilogues import (
 )
 from liger_cutedsl.gemm import matmul
 from liger_cutedsl.objective import RowCoefficients, RowStatistics
-from liger_cutedsl.problem import Problem
 from liger_cutedsl.tiling import Tile, vocabulary_tiles
 
 

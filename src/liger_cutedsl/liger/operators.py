@@ -12,9 +12,10 @@ import torch
 
 from liger_cutedsl.api import LigerFusedLinearCrossEntropyFunction
 from liger_cutedsl.autograd import run_with_gradients
+from liger_cutedsl.call import Problem, WantedGradients
+from liger_cutedsl.checks import check_tensors
 from liger_cutedsl.options import LossOptions, python_scalar
-from liger_cutedsl.problem import Problem, WantedGradients
-from liger_cutedsl.routing import Settings
+from liger_cutedsl.route import Settings
 
 __all__ = [
     "LigerFusedLinearCrossEntropyFunction",
@@ -95,6 +96,7 @@ def fused_linear_cross_entropy_forward(
     wants_weight = weight.requires_grad if weight_requires_grad is None else weight_requires_grad
     wanted = WantedGradients.of(problem, (wants, wants and wants_weight, wants and bias is not None))
     settings = Settings.resolve(chunk_mem_const=python_scalar(chunk_mem_const))
+    check_tensors(problem)
     output, gradients = run_with_gradients(problem, settings, wanted, token_grad_output)
     return (*output, gradients.x, gradients.weight, gradients.bias)
 

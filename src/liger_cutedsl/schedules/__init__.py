@@ -1,1 +1,13 @@
-"""Schedules: in what order tiles and chunks are computed, written once for all engines."""
+"""The schedules, and which one a call prefers."""
+
+from __future__ import annotations
+
+from liger_cutedsl.schedules import liger_triton, recompute, single_pass
+from liger_cutedsl.schedules.schedule import Schedule
+
+IN_ORDER_OF_PREFERENCE: tuple[Schedule, ...] = (single_pass, recompute)
+
+
+def by_name(name: str) -> Schedule:
+    """One of those, or what Liger-Kernel's operator does by itself."""
+    return next(s for s in (*IN_ORDER_OF_PREFERENCE, liger_triton) if name == s.NAME)

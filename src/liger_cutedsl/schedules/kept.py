@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from liger_cutedsl.call import Gradients, WantedGradients
 from liger_cutedsl.gemm import scale_in_place
-from liger_cutedsl.problem import Gradients, WantedGradients
 
 if TYPE_CHECKING:
     from liger_cutedsl.rows import Rows

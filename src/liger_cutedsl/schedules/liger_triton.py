@@ -8,22 +8,29 @@ and its metrics divide by zero when every row is ignored.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
+from liger_cutedsl.call import Gradients, Problem, WantedGradients
 from liger_cutedsl.objective import LossOutput
-from liger_cutedsl.problem import Gradients, Problem, WantedGradients
+from liger_cutedsl.route import Route
 from liger_cutedsl.schedules.kept import KeptGradients
+from liger_cutedsl.schedules.schedule import Task
 
-if TYPE_CHECKING:
-    from liger_cutedsl.routing import Route
+NAME = "liger"
 
 
-def forward(
-    _engine, problem: Problem, route: Route, wanted: WantedGradients
-) -> tuple[LossOutput, KeptGradients | None]:
+def obstacle(_engine, task: Task) -> None:
+    return None
+
+
+def plan(_engine, task: Task, reason: str) -> Route:
+    return Route("triton", NAME, task.problem.gemm_dtype, reason, gemms=3)
+
+
+def forward(_engine, task: Task, route: Route) -> tuple[LossOutput, KeptGradients | None]:
     """Loss and, where the upstream gradient cannot reach the rows (mean, sum), the gradients for g = 1."""
+    problem, wanted = task.problem, task.wanted
     eager = bool(wanted) and problem.options.reduction != "none"
     output, gradients = _call(problem, route, wanted if eager else WantedGradients())
     if output.token_accuracy is not None and problem.options.reduction != "none":
@@ -31,11 +38,9 @@ def forward(
     return output, KeptGradients(gradients, wanted) if eager else None
 
 
-def backward(
-    _engine, problem: Problem, route: Route, wanted: WantedGradients, _state: None, grad_output: torch.Tensor
-) -> Gradients:
+def backward(_engine, task: Task, route: Route, _state: None, upstream: torch.Tensor) -> Gradients:
     """Only for reduction="none": the gradients of the others are kept in forward."""
-    return _call(problem, route, wanted, token_grad_output=grad_output)[1]
+    return _call(task.problem, route, task.wanted, token_grad_output=upstream)[1]
 
 
 def _call(problem: Problem, route: Route, wanted: WantedGradients, token_grad_output=None):

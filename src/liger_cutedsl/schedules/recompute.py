@@ -21,10 +21,11 @@ no memory.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
+from liger_cutedsl.call import Gradients, Problem, WantedGradients
+from liger_cutedsl.engines import KernelFailure
 from liger_cutedsl.gemm import matmul
 from liger_cutedsl.objective import (
     LossOutput,
@@ -36,14 +37,13 @@ from liger_cutedsl.objective import (
     loss_terms,
     over_parts,
     row_coefficients,
-    row_weights,
 )
-from liger_cutedsl.problem import Gradients, Problem, WantedGradients
+from liger_cutedsl.route import Route
 from liger_cutedsl.schedules.kept import graph_is_kept
-from liger_cutedsl.tiling import ROW_MULTIPLE, SPARE_COLUMNS, Tile, vocabulary_tiles
+from liger_cutedsl.schedules.schedule import Task, gemms
+from liger_cutedsl.tiling import ROW_MULTIPLE, SPARE_COLUMNS, Tile, fitting_width, vocabulary_tiles
 
-if TYPE_CHECKING:
-    from liger_cutedsl.routing import Route
+NAME = "recompute"
 
 # dz in fp16 is scaled so that its largest entry is near 2¹⁴: a quarter of fp16's largest number, while a
 # probability of 1e-5 stays a normal number of it.
@@ -78,6 +78,36 @@ class RecomputeState:
         return kept
 
 
+def obstacle(engine, task: Task) -> None:
+    return None
+
+
+def plan(engine, task: Task, reason: str) -> Route:
+    problem, wanted, budget = task.local, task.wanted, task.settings.budget
+    if problem.vocab == 0:  # a shard of nothing but padding
+        return Route(engine.name, NAME, problem.gemm_dtype, reason, gemms=1)
+    fixed, column = accumulator_bytes(problem, wanted), engine.column_bytes(problem)
+    kept = kept_columns(engine, problem, wanted, budget)
+    tiled = 0 if kept == problem.vocab else kept  # all are kept: tiles are for a second backward
+    width = engine.tile_width(problem, fitting_width(problem.vocab - tiled, column, budget - fixed), tiled)
+    if kept == problem.vocab:
+        used = engine.chunk_bytes(problem, problem.tokens)
+    else:
+        backward = fixed + column * (width + SPARE_COLUMNS) if wanted else 0
+        used = max(backward, engine.forward_bytes(problem, width, kept))
+    count = gemms(4 - kept / problem.vocab, wanted) if wanted else 1
+    return Route(
+        engine.name,
+        NAME,
+        problem.gemm_dtype,
+        reason,
+        tile_width=width,
+        kept=kept,
+        gemms=count,
+        workspace_bytes=used,
+    )
+
+
 def accumulator_bytes(problem: Problem, wanted: WantedGradients) -> int:
     """Bytes of dX's sum in the compute dtype, where dX itself is narrower."""
     if wanted.x is None or wanted.x == problem.compute_dtype:
@@ -103,18 +133,24 @@ def kept_columns(engine, problem: Problem, wanted: WantedGradients, budget: int)
     return fitting // multiple * multiple
 
 
-def forward(engine, problem: Problem, route: Route, wanted: WantedGradients) -> tuple[LossOutput, RecomputeState]:
-    problem = problem.for_kernels(route.dtype)
-    stats, kept = statistics(engine, problem, route, wanted)
-    rows = row_weights(problem)
+def forward(engine, task: Task, route: Route) -> tuple[LossOutput, RecomputeState]:
+    problem, local = task.problem, task.local.for_kernels(route.dtype)
+    try:
+        stats, kept = _statistics(engine, local, route, task.wanted)
+    except KernelFailure as failure:
+        task.split.failed(failure, problem)
+        raise
+    stats, rows = task.split.combine(stats, problem, local)
     needed = RowStatistics(stats.lse, stats.target_logit)
     return loss_terms(stats, rows, problem), RecomputeState(needed, rows, kept)
 
 
-def statistics(
+def _statistics(
     engine, problem: Problem, route: Route, wanted: WantedGradients
 ) -> tuple[RowStatistics, KeptExponentials | None]:
     """Row statistics, and what backward will not have to recompute."""
+    if problem.vocab == 0:
+        return RowStatistics.of_no_columns(problem), None
     if not route.kept:
         return engine.row_statistics(problem, route.tile_width), None
     e_dtype = engine.dz_dtype(problem.x.dtype)
@@ -144,64 +180,61 @@ def _end_of(matrix: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -
     return memory[start : start + size].view(dtype).view(rows, columns)
 
 
-def backward(
-    engine,
-    problem: Problem,
-    route: Route,
-    wanted: WantedGradients,
-    state: RecomputeState,
-    grad_output: torch.Tensor,
-    reduce_dx=None,
-) -> Gradients:
-    """reduce_dx: called with the finished dX in the compute dtype, before the last dW; waits in what it returns.
+def backward(engine, task: Task, route: Route, state: RecomputeState, upstream: torch.Tensor) -> Gradients:
+    try:
+        return _gradients(engine, task, route, state, upstream)
+    except KernelFailure as failure:
+        task.split.failed_in_backward(failure, task.problem, task.wanted)
+        raise
 
-    A vocabulary split over ranks sums dX there, under that GEMM.
-    """
-    problem, tile_width = problem.for_kernels(route.dtype), route.tile_width
+
+def _gradients(engine, task: Task, route: Route, state: RecomputeState, upstream: torch.Tensor) -> Gradients:
+    problem, tile_width = task.local.for_kernels(route.dtype), route.tile_width
     dz_dtype, unscale = engine.dz_dtype(problem.x.dtype), None
     unit = dz_unit(problem, dz_dtype)
-    upstream = grad_output.to(problem.compute_dtype) * unit
-    coefficients = row_coefficients(state.stats, state.rows, problem.options, upstream)
+    coefficients = row_coefficients(state.stats, state.rows, problem.options, upstream.to(problem.compute_dtype) * unit)
     if dz_dtype == torch.float16:
         coefficients, unscale = _scaled_for_fp16(coefficients, problem)
     kept, first = state.take_kept(), 0
-    sink = _GradientSink(engine, problem, wanted, 1.0 / unit, unscale, reduce_dx, kept)
+    sink = _GradientSink(engine, problem, task, 1.0 / unit, unscale, kept)
     if kept is not None:
         dz, first = kept.e, kept.e.shape[1]
         part = problem if first == problem.vocab else problem.of_columns(slice(0, first))
-        sums = engine.scale_chunk(part, dz, kept.maxima, state.stats.lse, coefficients, wanted.bias is not None)
+        sums = engine.scale_chunk(part, dz, kept.maxima, state.stats.lse, coefficients, task.wanted.bias is not None)
         sink.add(dz, Tile(0, first), sums)
         if first == problem.vocab:
             return sink.finish()
         del kept
     buffer = torch.empty(problem.tokens, tile_width + SPARE_COLUMNS, dtype=dz_dtype, device=problem.device)
     fix, target = coefficients.fix.to(dz_dtype)[:, None], problem.target - first
-    owner, column = target // tile_width, (target % tile_width).long()
+    owner, column = target // max(tile_width, 1), (target % max(tile_width, 1)).long()
     for index, tile in enumerate(vocabulary_tiles(problem.vocab, tile_width, first)):
         dz = buffer[:, : tile.width]
         engine.dz_tile(problem, state.stats.lse, coefficients, tile, out=dz)
         buffer.scatter_(1, column.masked_fill(owner != index, tile_width)[:, None], fix)
         sink.add(dz, tile)
-    del buffer, dz  # before dX takes memory a second time, in its own dtype
+    del buffer  # before dX takes memory a second time, in its own dtype
+    dz = None
     return sink.finish()
 
 
 class _GradientSink:
     """Turns tiles of dz into dX, dW and db: times alpha, and times unscale, a scalar tensor, where there is one."""
 
-    def __init__(self, engine, problem: Problem, wanted: WantedGradients, alpha: float, unscale, reduce_dx, kept):
-        self.engine, self.problem, self.wanted = engine, problem, wanted
-        self.alpha, self.unscale = alpha, unscale
-        self.x = engine.gemm_operand(problem.x) if wanted.weight is not None else None
-        one_product = kept is not None and kept.e.shape[1] == problem.vocab and reduce_dx is None
-        if not one_product:  # dX is summed in the compute dtype; its own dtype comes last
-            wanted = replace(wanted, x=wanted.x and problem.compute_dtype)
+    def __init__(self, engine, problem: Problem, task: Task, alpha: float, unscale, kept: KeptExponentials | None):
+        self.engine, self.problem, self.split, self.wanted = engine, problem, task.split, task.wanted
+        self.alpha, self.unscale, self.pending = alpha, unscale, None
+        self.x = engine.gemm_operand(problem.x) if task.wanted.weight is not None else None
+        one_product = kept is not None and kept.e.shape[1] == problem.vocab and not task.split.sums_dx
+        # dX is summed in the compute dtype; its own dtype comes last
+        sums = task.wanted if one_product else replace(task.wanted, x=task.wanted.x and problem.compute_dtype)
         lent = None if kept is None else kept.weight_gradient
-        if lent is None:
-            self.gradients = wanted.allocate(problem)
-        else:
-            self.gradients = replace(replace(wanted, weight=None).allocate(problem), weight=lent)
-        self.reduce_dx, self.pending = reduce_dx, None
+        self.gradients = (sums if lent is None else replace(sums, weight=None)).allocate(problem)
+        if lent is not None:
+            self.gradients = replace(self.gradients, weight=lent)
+        if problem.vocab == 0 and self.gradients.x is not None:
+            self.gradients.x.zero_()
+            self._dx_is_complete()
 
     def add(self, dz: torch.Tensor, tile: Tile, column_sums: torch.Tensor | None = None) -> None:
         grads = self.gradients
@@ -219,10 +252,10 @@ class _GradientSink:
             torch.mul(sums, self.alpha, out=grads.bias[tile.columns])
 
     def _dx_is_complete(self) -> None:
+        """Other ranks' shares are added under the products that follow."""
         if self.unscale is not None:
             self.gradients.x.mul_(self.unscale)
-        if self.reduce_dx is not None:
-            self.pending = self.reduce_dx(self.gradients.x)
+        self.pending = self.split.add_dx(self.gradients.x)
 
     def finish(self) -> Gradients:
         if self.pending is not None:

@@ -15,26 +15,31 @@ fp16's gradients are kept in fp32 until the upstream gradient is known (WantedGr
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
+from liger_cutedsl.call import Gradients, Problem, WantedGradients
 from liger_cutedsl.gemm import matmul
 from liger_cutedsl.objective import (
     LossOutput,
+    RowCoefficients,
+    RowStatistics,
     combined,
     dz_unit,
     loss_terms,
     row_coefficients,
     row_weights,
 )
-from liger_cutedsl.problem import Gradients, Problem, WantedGradients
-from liger_cutedsl.schedules import recompute
+from liger_cutedsl.route import Route
 from liger_cutedsl.schedules.kept import KeptGradients
-from liger_cutedsl.tiling import slices
+from liger_cutedsl.schedules.recompute import exponentials_buffer
+from liger_cutedsl.schedules.schedule import Task, gemms
+from liger_cutedsl.tiling import TILE_QUANTUM, slices, vocabulary_tiles
 
-if TYPE_CHECKING:
-    from liger_cutedsl.routing import Route
+NAME = "single_pass"
+
+# It reads and writes all of dW once a chunk. Chunks smaller than this cost more than the GEMM they save.
+SMALLEST_CHUNK = 512
 
 # fp16's dz is at most twice this, an eighth of fp16's largest number; the GEMMs, summing in fp32, take it down again.
 FP16_DZ = 2.0**12
@@ -53,9 +58,8 @@ def sum_dtypes(problem: Problem, wanted: WantedGradients) -> WantedGradients:
 def sums_bytes(problem: Problem, wanted: WantedGradients, sums: WantedGradients) -> int:
     """Bytes of the sums that are not themselves the gradients."""
     sizes = (problem.tokens * problem.hidden, problem.vocab * problem.hidden, problem.vocab)
-    pairs = zip(sizes, (sums.x, sums.weight), (wanted.x, wanted.weight), strict=False)
-    bias = 0 if sums.bias is None else sizes[2] * sums.bias.itemsize
-    return bias + sum(size * kept.itemsize for size, kept, final in pairs if kept != final)
+    dtypes = zip(sizes, sums, wanted, strict=True)
+    return sum(size * kept.itemsize for size, kept, final in dtypes if kept is not None and kept != final)
 
 
 def roundings(problem: Problem, sums: WantedGradients, chunk: int) -> int:
@@ -64,28 +68,92 @@ def roundings(problem: Problem, sums: WantedGradients, chunk: int) -> int:
     return -(-problem.tokens // chunk) if narrow else 0
 
 
-def forward(engine, problem: Problem, route: Route, wanted: WantedGradients) -> tuple[LossOutput, object]:
-    if not wanted:
-        return recompute.forward(engine, problem, route, wanted)
-    sums = replace(sum_dtypes(problem, wanted), weight=route.dw_sum)
-    sink = _GradientSink(engine, problem, sums)
+def obstacle(engine, task: Task) -> str | None:
+    problem, options = task.problem, task.problem.options
+    if task.split.sums_dx:
+        return "a vocabulary split over ranks runs 'recompute'"
+    if options.reduction == "none":
+        return "reduction='none' knows its gradient's weights only in backward"
+    if options.needs_slope_apart and task.settings.schedule != NAME:
+        return "stored exponentials hold the softcap's slope, and label smoothing needs both apart"
+    if engine.dz_dtype(problem.gemm_dtype) == torch.float16:
+        if options.reduction == "mean" and not problem.dense:  # while a CUDA graph is captured
+            return "a float16 mean needs a scale from the number of valid rows, which only the device knows"
+        if not fp16_scale_fits(problem):
+            return "float16 with class weights, token scaling or a z-loss needs a scale known only in backward"
+    return None
+
+
+def plan(engine, task: Task, reason: str) -> Route:
+    problem, wanted, budget = task.problem, task.wanted, task.settings.budget
+    sums = sum_dtypes(problem, wanted)
+    one, two = engine.chunk_bytes(problem, 1), engine.chunk_bytes(problem, 2)
+    per_row, fixed = two - one, 2 * one - two
+    fitting = (budget - sums_bytes(problem, wanted, sums) - fixed) // per_row // TILE_QUANTUM * TILE_QUANTUM
+    least = min(SMALLEST_CHUNK, problem.tokens)
+    chunk = engine.chunk_size(problem, min(max(fitting, least), problem.tokens))
+    beside = engine.chunk_bytes(problem, chunk)
+    if roundings(problem, sums, chunk) > MOST_ROUNDINGS:
+        wide = replace(sums, weight=problem.compute_dtype)
+        if sums_bytes(problem, wanted, wide) + beside <= budget:
+            sums = wide
+    return Route(
+        engine.name,
+        NAME,
+        problem.gemm_dtype,
+        reason,
+        chunk=chunk,
+        dw_sum=sums.weight,
+        gemms=gemms(3 + problem.options.needs_slope_apart, wanted),
+        workspace_bytes=sums_bytes(problem, wanted, sums) + beside,
+    )
+
+
+def forward(engine, task: Task, route: Route) -> tuple[LossOutput, KeptGradients]:
+    problem, wanted = task.problem, task.wanted
+    sink = _GradientSink(engine, problem, replace(sum_dtypes(problem, wanted), weight=route.dw_sum))
     problem = problem.for_kernels(route.dtype)
     dz_dtype, rows = engine.dz_dtype(problem.x.dtype), row_weights(problem)
     dz_scale = dz_unit(problem, dz_dtype) * (FP16_DZ if dz_dtype == torch.float16 else 1.0)
     upstream = torch.full((), dz_scale, dtype=problem.compute_dtype, device=problem.device)
-    buffer = recompute.exponentials_buffer(problem, min(route.chunk, problem.tokens), dz_dtype)
+    buffer = exponentials_buffer(problem, min(route.chunk, problem.tokens), dz_dtype)
+    dz_of = _recomputed if problem.options.needs_slope_apart else _from_exponentials
     pieces = []
     for chunk in slices(problem.tokens, route.chunk):
         part = problem.of(chunk)
-        e = buffer[: part.tokens]
-        stats, tile_max = engine.exp_chunk(part, out=e)
-        coefficients = row_coefficients(stats, rows.of(chunk), problem.options, upstream)
-        column_sums = engine.scale_chunk(part, e, tile_max, stats.lse, coefficients, wanted.bias is not None)
-        sink.add(e, column_sums, part, chunk, alpha=1.0 / dz_scale)
+        dz = buffer[: part.tokens]
+
+        def coefficients(stats, chunk=chunk):
+            return row_coefficients(stats, rows.of(chunk), problem.options, upstream)
+
+        stats, column_sums = dz_of(engine, part, dz, coefficients, wanted.bias is not None)
+        sink.add(dz, column_sums, part, chunk, alpha=1.0 / dz_scale)
         pieces.append(stats)
-    del buffer, e
+    del buffer, dz
     stats = combined(pieces, torch.cat) if len(pieces) > 1 else pieces[0]
     return loss_terms(stats, rows, problem), KeptGradients.of(sink.take(), wanted)
+
+
+def backward(engine, task: Task, route: Route, state, upstream: torch.Tensor) -> Gradients:
+    raise NotImplementedError("single_pass keeps gradients, and no state of its own")
+
+
+def _from_exponentials(engine, part: Problem, dz: torch.Tensor, coefficients, column_sums: bool):
+    """Writes dz (n, V) of some rows; their statistics, and Σ_i dz (V,) where asked for."""
+    stats, tile_max = engine.exp_chunk(part, out=dz)
+    return stats, engine.scale_chunk(part, dz, tile_max, stats.lse, coefficients(stats), column_sums)
+
+
+def _recomputed(engine, part: Problem, dz: torch.Tensor, coefficients, column_sums: bool):
+    """The same with a second GEMM in place of stored exponentials, for what these do not hold."""
+    width = 64 * TILE_QUANTUM
+    stats: RowStatistics = engine.row_statistics(part, width)
+    found: RowCoefficients = coefficients(stats)
+    for tile in vocabulary_tiles(part.vocab, width):
+        engine.dz_tile(part, stats.lse, found, tile, out=dz[:, tile.columns])
+    # where a target is ignored, all of its row is zero
+    dz.scatter_(1, part.target.long().clamp(0, part.vocab - 1)[:, None], found.fix.to(dz.dtype)[:, None])
+    return stats, dz.sum(dim=0, dtype=part.compute_dtype) if column_sums else None
 
 
 class _GradientSink:

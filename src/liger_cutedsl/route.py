@@ -1,0 +1,103 @@
+"""How a call is to run, as its user wants it (Settings), and how it does (Route)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+ENGINES = ("cute", "triton", "torch")
+SCHEDULES = ("recompute", "single_pass")
+# Holds chunks of 2048 tokens of a vocabulary of 128k, with the partial results of every option (541 MiB).
+DEFAULT_WORKSPACE_MB = 560.0
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one call runs.
+
+    engine: "cute" (CuTe DSL GEMMs), "triton" (Liger-Kernel's own operator) or "torch".
+    schedule: "recompute" or "single_pass"; "liger" is what the triton engine brings along.
+    dtype: what x and weight are multiplied in.
+    tile_width: columns of a vocabulary tile of recompute.  kept: columns whose exponentials it keeps until backward
+        instead of recomputing them.  chunk: tokens of a chunk of single_pass.  dw_sum: what it sums dW in, if it does.
+    gemms: large matrix products, forward and backward, of 2·N·V·H operations each.
+    workspace_bytes: predicted memory beyond inputs, outputs and gradients; 0 where not known (triton).
+    reason: why, in words.  fallback: whether a GPU call runs without the CuTe engine.
+    """
+
+    engine: str
+    schedule: str
+    dtype: torch.dtype
+    reason: str
+    tile_width: int = 0
+    kept: int = 0
+    chunk: int = 0
+    dw_sum: torch.dtype | None = None
+    gemms: float = 0
+    workspace_bytes: int = 0
+    fallback: bool = False
+
+    def __str__(self) -> str:
+        parts = [f"{self.engine} / {self.schedule}"]
+        if self.schedule == "recompute":
+            parts.append(f"tiles of {self.tile_width} columns")
+            parts += [f"{self.kept} kept"] if self.kept else []
+        if self.schedule == "single_pass":
+            parts.append(f"chunks of {self.chunk} tokens")
+        if self.workspace_bytes:
+            parts += [f"{self.gemms:.3g} GEMMs", f"{self.workspace_bytes / 2**20:.0f} MiB workspace"]
+        return f"{', '.join(parts)}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for: an argument, else its environment variable, else the default.
+
+    engine (LIGER_CUTEDSL_ENGINE): one of ENGINES, or "auto".
+    schedule (LIGER_CUTEDSL_SCHEDULE): one of SCHEDULES, or "auto".
+    workspace_mb (LIGER_CUTEDSL_WORKSPACE_MB): MiB a call may use beyond inputs, outputs and gradients.
+    """
+
+    engine: str = "auto"
+    schedule: str = "auto"
+    workspace_mb: float = DEFAULT_WORKSPACE_MB
+
+    @classmethod
+    def resolve(cls, engine=None, schedule=None, workspace_mb=None, chunk_mem_const=1) -> Settings:
+        """chunk_mem_const: Liger-Kernel's multiplier of the workspace, a positive int."""
+        if isinstance(chunk_mem_const, bool) or not isinstance(chunk_mem_const, int) or chunk_mem_const < 1:
+            raise ValueError(f"chunk_mem_const must be a positive int, got {chunk_mem_const!r}")
+        budget = _positive("workspace_mb", workspace_mb, "LIGER_CUTEDSL_WORKSPACE_MB", DEFAULT_WORKSPACE_MB)
+        return cls(
+            _choice("engine", engine, "LIGER_CUTEDSL_ENGINE", ENGINES),
+            _choice("schedule", schedule, "LIGER_CUTEDSL_SCHEDULE", SCHEDULES),
+            budget * chunk_mem_const,
+        )
+
+    @property
+    def budget(self) -> int:
+        """Bytes."""
+        return int(self.workspace_mb * 2**20)
+
+
+def _choice(name: str, argument, variable: str, choices: tuple[str, ...]) -> str:
+    value, source = (argument, name) if argument is not None else (os.environ.get(variable), variable)
+    value = "auto" if value in (None, "") else value
+    if value not in (*choices, "auto"):
+        raise ValueError(f"{source} must be one of {', '.join(choices)} or auto, got {value!r}")
+    return value
+
+
+def _positive(name: str, argument, variable: str, default: float) -> float:
+    value, source = (argument, name) if argument is not None else (os.environ.get(variable), variable)
+    if value in (None, ""):
+        return default
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = -1.0
+    if not 0 < number < float("inf"):
+        raise ValueError(f"{source} must be a positive number of MiB, got {value!r}")
+    return number

@@ -1,0 +1,56 @@
+"""What a schedule is: in what order tiles and chunks are computed, written once for all engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from liger_cutedsl.call import Gradients, Problem, WantedGradients
+from liger_cutedsl.objective import LossOutput
+from liger_cutedsl.route import Route, Settings
+from liger_cutedsl.split import WHOLE, Split
+
+if TYPE_CHECKING:
+    from liger_cutedsl.engines.engine import Engine
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a schedule is to do: a problem of rows that count, with targets of the whole vocabulary; the gradients that
+    will be asked for; what the user asked for; and the share of the vocabulary that this process computes."""
+
+    problem: Problem
+    wanted: WantedGradients
+    settings: Settings
+    split: Split = WHOLE
+
+    @property
+    def local(self) -> Problem:
+        """The problem over this process's columns; targets elsewhere are −1."""
+        return self.split.local(self.problem)
+
+
+class Schedule(Protocol):
+    """A module with these names. It plans itself, and is one of schedules.IN_ORDER_OF_PREFERENCE."""
+
+    NAME: str
+
+    def obstacle(self, engine: Engine, task: Task) -> str | None:
+        """Why this task, with gradients, cannot run here, or not accurately, or not fast; None where nothing is in the
+        way. The last schedule in order of preference has none."""
+
+    def plan(self, engine: Engine, task: Task, reason: str) -> Route:
+        """How it would run within the budget, or in as little memory as there is a way: tiles, chunk, bytes, GEMMs."""
+
+    def forward(self, engine: Engine, task: Task, route: Route) -> tuple[LossOutput, object]:
+        """The results for the task's rows, and what backward needs: KeptGradients, or a state of its own."""
+
+    def backward(self, engine: Engine, task: Task, route: Route, state, upstream: torch.Tensor) -> Gradients:
+        """The gradients for an upstream gradient () or (n,), from a state of its own."""
+
+
+def gemms(all_of_them: float, wanted: WantedGradients) -> float:
+    """Without dX or dW, a GEMM less each."""
+    return all_of_them - (wanted.x is None) - (wanted.weight is None)
