@@ -396,7 +396,7 @@ def test_autocast_leaves_float64_alone(place, reduction):
 
 def round_dz_to(monkeypatch, dtype):
     """Makes the torch engine store dz in 16 bits, as the GPU engine does."""
-    monkeypatch.setattr("liger_cutedsl.autograd.make_engine", lambda *_: TorchEngine(dz_dtype=dtype))
+    monkeypatch.setattr("liger_cutedsl.routing.make_engine", lambda *_: TorchEngine(dz_dtype=dtype))
 
 
 @pytest.mark.parametrize("amp_dtype", [torch.bfloat16, torch.float16])

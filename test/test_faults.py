@@ -249,6 +249,8 @@ def test_processes_that_start_at_once_share_the_cache_and_a_corrupt_kernel_is_co
 class BrokenEngine(TorchEngine):
     """Fails where a GPU with an old driver would: when the first kernel is launched."""
 
+    name = "cute"
+
     def row_statistics(self, *_, **__):
         raise KernelFailure("a CuTe kernel could not be compiled or launched (planted)")
 
@@ -257,6 +259,8 @@ class BrokenEngine(TorchEngine):
 
 class BrokenInBackward(TorchEngine):
     """Fails where a kernel is launched that no forward has needed."""
+
+    name = "cute"
 
     def dz_tile(self, *_, **__):
         raise KernelFailure("a CuTe kernel could not be compiled or launched (planted)")
@@ -267,10 +271,11 @@ def broken_cute(request, monkeypatch):
     """A CPU that takes the CuTe engine for possible, and fails in it."""
     original = routing._choose_engine
 
-    def choose(problem, settings):
+    def choose(task):
+        settings = task.settings
         if settings.engine == "cute" or (settings.engine == "auto" and routing._kernel_failure is None):
             return "cute", "planted"
-        return original(problem, settings)
+        return original(task)
 
     def make(name, after_first_launch=None):
         return request.param() if name == "cute" else TorchEngine()
@@ -278,7 +283,6 @@ def broken_cute(request, monkeypatch):
     monkeypatch.setattr(routing, "_choose_engine", choose)
     monkeypatch.setattr(routing, "_kernel_failure", None)
     monkeypatch.setattr(routing, "make_engine", make)
-    monkeypatch.setattr("liger_cutedsl.autograd.make_engine", make)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -9,9 +9,12 @@ import torch
 
 import liger_cutedsl
 from liger_cutedsl import LossOptions, fused_linear_cross_entropy
-from liger_cutedsl.call import Problem
-from liger_cutedsl.routing import single_pass_obstacle
+from liger_cutedsl.call import Problem, WantedGradients
+from liger_cutedsl.engines.torch_engine import TorchEngine
+from liger_cutedsl.route import Settings
 from liger_cutedsl.rows import TargetCheck
+from liger_cutedsl.schedules import single_pass
+from liger_cutedsl.schedules.schedule import Task
 from reference import GRADIENT_BOUND, Case, assert_close, check_case, reference
 
 X, W = torch.randn(2000, 64, requires_grad=True), torch.randn(20000, 64, requires_grad=True)
@@ -22,7 +25,8 @@ def test_chunks_of_tokens(place, tokens):
     """Several chunks, the last one short: a budget below one chunk's needs leaves the smallest chunk, 512."""
     if place.schedule == "recompute":
         pytest.skip("recompute has no chunks")
-    with_options = (dict(label_smoothing=0.1, use_token_scaling=True), dict(softcap=8.0, use_token_scaling=True))
+    with_options = [dict(label_smoothing=0.1), dict(softcap=8.0), dict(label_smoothing=0.1, softcap=8.0)]
+    with_options = [dict(options, use_token_scaling=True) for options in with_options]
     for options in ({}, *with_options):
         case = Case(tokens=tokens, vocab=500, dtype=place.dtypes[0], device=place.device, bias=True, options=options)
         case.ignored = 0.0
@@ -162,10 +166,11 @@ def test_a_softcap_with_label_smoothing_stores_no_exponentials():
     for options, stored in ((dict(softcap=1.0), True), (dict(label_smoothing=0.1), True), (both, False)):
         problem = Problem(X.detach(), W.detach(), torch.zeros(2000, dtype=torch.long))
         problem = replace(problem, options=LossOptions(**options))
-        assert (single_pass_obstacle(problem, torch.bfloat16) is None) == stored
+        task = Task(problem, WantedGradients.of(problem), Settings())
+        assert (single_pass.obstacle(TorchEngine(torch.bfloat16), task) is None) == stored
         assert (liger_cutedsl.explain(X, W, schedule="recompute", **options).kept > 0) == stored
-    with pytest.raises(RuntimeError, match=r"'single_pass' was asked for but cannot run this call.*label smoothing"):
-        fused_linear_cross_entropy(X, W, torch.zeros(2000, dtype=torch.long), schedule="single_pass", **both)
+    # where it is asked for all the same, a second GEMM takes their place
+    assert liger_cutedsl.explain(X, W, schedule="single_pass", **both).gemms == 4
 
 
 def test_targets_outside_a_part_of_the_vocabulary_are_no_column_of_it():

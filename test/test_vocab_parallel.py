@@ -60,7 +60,7 @@ def test_a_rank_that_fails_does_not_leave_the_others_hanging():
         assert status == 0 and "done" in output, output[-3000:]
 
 
-def test_what_a_split_vocabulary_refuses():
+def test_what_a_split_vocabulary_refuses(monkeypatch):
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -76,13 +76,7 @@ def test_what_a_split_vocabulary_refuses():
         with pytest.raises(RuntimeError, match="no second derivative"):
             dx.sum().backward()
         with pytest.raises(RuntimeError, match="runs 'recompute'"):
-            from liger_cutedsl.vocab_parallel import vocab_parallel_output
-
-            from liger_cutedsl.call import Problem
-            from liger_cutedsl.options import LossOptions
-            from liger_cutedsl.route import Settings
-
-            problem = Problem(x, weight, target, None, None, LossOptions())
-            vocab_parallel_output(problem, None, None, None, Settings(schedule="single_pass"))
+            monkeypatch.setenv("LIGER_CUTEDSL_SCHEDULE", "single_pass")
+            liger_cutedsl.vocab_parallel_fused_linear_cross_entropy(leaf, weight, target)
     finally:
         dist.destroy_process_group()

@@ -249,9 +249,9 @@ def suite_changed_on_gpus():
 
 def suite_changes():
     """As on a GPU, where the sizes are read in a shard's first call alone: what a later change on one rank does."""
-    from liger_cutedsl import split
+    from liger_cutedsl import shards
 
-    on_cpu = split.agreed
+    on_cpu = shards._agreed
 
     class OnGpu(torch.Tensor):
         is_cuda = True
@@ -259,9 +259,7 @@ def suite_changes():
     def as_on_gpu(shard, headers):
         return on_cpu(shard, headers.as_subclass(OnGpu)).as_subclass(torch.Tensor)
 
-    import liger_cutedsl.vocab_parallel as module
-
-    module.agreed = as_on_gpu
+    shards._agreed = as_on_gpu
     x, target, head = torch.randn(5, 8), torch.arange(5), vocab_parallel_fused_linear_cross_entropy
     weight = torch.randn(10 + RANK, 8)
     for _ in range(3):
@@ -275,8 +273,8 @@ def suite_changes():
     second = torch.randn(10 + 2 * RANK, 8)
     assert torch.isfinite(head(x, second, target, vocab_size=10 * WORLD + WORLD * (WORLD - 1)))
     assert torch.isfinite(head(x, weight, target))
-    module.agreed = on_cpu
-    split._known_shards.clear()
+    shards._agreed = on_cpu
+    shards._known_shards.clear()
 
 
 def suite_dtensor():

@@ -14,7 +14,7 @@ from liger_cutedsl.call import Problem, WantedGradients, is_dtensor, planned_dev
 from liger_cutedsl.checks import check_tensors
 from liger_cutedsl.dtensor import run_dtensor
 from liger_cutedsl.objective import LossOutput
-from liger_cutedsl.options import LossOptions, python_scalar
+from liger_cutedsl.options import LossOptions, python_scalar, suggesting
 from liger_cutedsl.route import Route, Settings
 from liger_cutedsl.routing import choose_route
 from liger_cutedsl.shards import VocabShard
@@ -25,6 +25,7 @@ from liger_cutedsl.without_data import planned, shapes_only
 _OPTIONS = [field.name for field in fields(LossOptions)]
 
 
+@suggesting
 def fused_linear_cross_entropy(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -72,6 +73,7 @@ def fused_linear_cross_entropy(
     return _entered((x, weight, target, bias, ce_weight), options, engine, schedule, workspace_mb).result(shape)
 
 
+@suggesting
 def vocab_parallel_fused_linear_cross_entropy(
     x: torch.Tensor,
     weight_shard: torch.Tensor,
@@ -171,6 +173,7 @@ class LigerFusedLinearCrossEntropyFunction:
         return tuple(LigerResults(output.loss, output.z_loss, output.token_accuracy, output.predicted_tokens))
 
 
+@suggesting
 def explain(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -84,6 +88,24 @@ class LossOptions:
     @property
     def needs_argmax(self) -> bool:
         return self.return_token_accuracy or self.return_predicted_tokens
+
+
+_Arguments, _Result = ParamSpec("_Arguments"), TypeVar("_Result")
+
+
+def suggesting(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """The function, with a TypeError for an unknown keyword that names the nearest known one."""
+    known = frozenset(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*arguments, **keywords):
+        for name in keywords:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+                raise TypeError(f"{function.__name__} has no argument {name!r}: did you mean {near[0]!r}?")
+        return function(*arguments, **keywords)
+
+    return checked
 
 
 def python_scalar(value):
