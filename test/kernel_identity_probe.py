@@ -10,13 +10,13 @@ import re
 import sys
 from pathlib import Path
 
+from liger_cutedsl.ahead_of_time import Variant, _trace, disassemble, target_environment
+from liger_cutedsl.epilogues import Epilogue
+
 arch, *dtypes = sys.argv[1:]
-os.environ.update(QUACK_ARCH=arch[3:].rstrip("a"), CUTE_DSL_ARCH=arch, CUDA_VISIBLE_DEVICES="")
+os.environ.update(target_environment(arch))
 
 import quack.gemm_runtime.host as host  # noqa: E402
-
-from liger_cutedsl.ahead_of_time import Variant, _trace, disassemble  # noqa: E402
-from liger_cutedsl.epilogues import Epilogue  # noqa: E402
 
 host.get_max_active_clusters = lambda *_: 1
 for dtype in dtypes:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from liger_cutedsl.engines import KernelFailure, make_engine
+from liger_cutedsl.engines import KernelFailure, architectures, make_engine
 from liger_cutedsl.epilogues import EXACT_INDICES
 from liger_cutedsl.problem import Problem, WantedGradients
 from liger_cutedsl.schedules import recompute, single_pass
@@ -20,7 +20,6 @@ ENGINES = ("cute", "triton", "torch")
 SCHEDULES = ("recompute", "single_pass")
 # Holds chunks of 2048 tokens of a vocabulary of 128k, with the partial results of every option (541 MiB).
 DEFAULT_WORKSPACE_MB = 560.0
-CUTE_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 
 
 # single_pass reads and writes all of dW once a chunk. Chunks smaller than this cost more than the GEMM they save.
@@ -256,8 +255,8 @@ def cute_obstacle(problem: Problem, settings: Settings) -> str | None:
     if not torch.cuda.is_initialized() and not torch.cuda.is_available():  # fake tensors
         return "the CuTe kernels need a GPU, and torch finds none here"
     capability = torch.cuda.get_device_capability(problem.device)
-    if capability not in CUTE_CAPABILITIES:
-        return "the CuTe kernels need sm_90, sm_100 or sm_103, and this GPU is sm_{}{}".format(*capability)
+    if architectures.of(capability) is None:
+        return "the CuTe kernels need {}, and this GPU is sm_{}{}".format(architectures.supported_names(), *capability)
     if problem.gemm_dtype not in (torch.bfloat16, torch.float16):
         return f"the CuTe kernels multiply bfloat16 or float16, not {str(problem.gemm_dtype).removeprefix('torch.')}"
     if problem.hidden % 8:

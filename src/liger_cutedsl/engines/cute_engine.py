@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from dataclasses import replace
 
 import torch
+from quack.cute_dsl_utils import get_device_capacity
 
 from liger_cutedsl.engines import KernelFailure
-from liger_cutedsl.engines.cute_kernels import GemmTile, backward_kernel, exp_kernel, forward_kernel, gemm_tile
+from liger_cutedsl.engines.architectures import Architecture, GemmTile, to_compile_for
+from liger_cutedsl.engines.cute_kernels import backward_kernel, exp_kernel, forward_kernel
 from liger_cutedsl.engines.cute_ops import OnlineArgmax
 from liger_cutedsl.engines.triton_kernels import SUMMED_ROWS, dz_of_exp, fold_exp, fold_lse
 from liger_cutedsl.epilogues import Epilogue, capped, exp_headroom
@@ -166,8 +169,7 @@ class CuteEngine:
         )
 
     def _waves(self, kernel: str, problem: Problem) -> WaveModel:
-        gemm = tile_of(kernel, problem.x)
-        return WaveModel(multiprocessors(problem.device), gemm.tile_m, gemm.tile_n)
+        return _wave_model(problem.device, tile_of(kernel, problem.x))
 
     def dz_tile(
         self, problem: Problem, lse: torch.Tensor, coefficients: RowCoefficients, tile: Tile, out: torch.Tensor
@@ -210,7 +212,7 @@ def _failure_text(error: Exception) -> str:
 
 
 def exp_kind(options: LossOptions) -> str:
-    """The name of exp_chunk's tile in GEMM_TILES."""
+    """The name of exp_chunk's tile in architectures.py."""
     with_options = options.softcap is not None or options.smoothing or options.needs_argmax
     return "exp-options" if with_options else "exp"
 
@@ -248,7 +250,14 @@ def _operand_values(names, problem: Problem, tile: Tile) -> dict:
 
 
 def tile_of(kernel: str, tensor: torch.Tensor) -> GemmTile:
-    """A kernel's tile on the tensor's device, or on QUACK_ARCH's architecture where there is no GPU."""
-    from quack.cute_dsl_utils import get_device_capacity
+    return architecture_of(tensor.device).tile(kernel)
 
-    return gemm_tile(kernel, get_device_capacity(tensor.device)[0])
+
+def architecture_of(device: torch.device) -> Architecture:
+    """The device's row, or that of QUACK_ARCH's architecture, where it is set: there need not be a GPU then."""
+    return to_compile_for(get_device_capacity(device))
+
+
+@functools.cache
+def _wave_model(device: torch.device, tile: GemmTile) -> WaveModel:
+    return WaveModel(multiprocessors(device), tile.tile_m, tile.tile_n, architecture_of(device).calibration)

@@ -1,4 +1,4 @@
-"""The CuTe kernels: quack GEMMs with the epilogues of epilogues.py, and the tiles they run with.
+"""The CuTe kernels: quack GEMMs with the epilogues of epilogues.py. Their tiles: architectures.py.
 
     forward   x·Wᵀ with no output matrix: log-sum-exp partials, target logit, weighted sum, argmax
     backward  x·W[tile]ᵀ whose epilogue writes dz
@@ -11,9 +11,6 @@ A kernel is compiled once for each combination of Epilogue, dtype and GemmTile, 
 from __future__ import annotations
 
 import functools
-import os
-import re
-from dataclasses import dataclass
 
 from quack.epilogue.frontend import gemm_epilogue
 from quack.epilogue.ops import ColVecLoad, ColVecReduce, ColVecSelect, OnlineLSEReduce, RowVecLoad
@@ -28,73 +25,6 @@ _OPERAND_OPS = {
     "row_a": ColVecLoad,
     "row_c": ColVecLoad,
 }
-
-
-@dataclass(frozen=True)
-class GemmTile:
-    """Tile and cluster of a GEMM: rows (tokens) × columns (vocabulary)."""
-
-    tile_m: int
-    tile_n: int
-    cluster_m: int = 2
-    cluster_n: int = 1
-    pingpong: bool = False
-
-    def arguments(self) -> dict:
-        return dict(
-            tile_M=self.tile_m,
-            tile_N=self.tile_n,
-            cluster_M=self.cluster_m,
-            cluster_N=self.cluster_n,
-            pingpong=self.pingpong,
-        )
-
-    def __str__(self) -> str:
-        pingpong = "/pingpong" if self.pingpong else ""
-        return f"{self.tile_m}x{self.tile_n}/{self.cluster_m}x{self.cluster_n}{pingpong}"
-
-
-# Compute capability (major) → kernel → tile. Measured on an H200 at N=8192, V=128256, H=4096 where it says so.
-GEMM_TILES = {
-    9: {
-        # Two warpgroups take turns, one's epilogue under the other's MMAs. Forward alone 12.5 ms; 128x128 12.6,
-        # cooperative 128x256 14.0 and 256x128 14.1, other clusters 13.1 to 14.0.
-        "forward": GemmTile(128, 192, 2, 1, pingpong=True),
-        # Whole call, in one run: 49.7 ms with 128x192, 52.1 with 128x128, 52.9 with cooperative 128x256.
-        "backward": GemmTile(128, 192, 2, 1, pingpong=True),
-        "exp": GemmTile(128, 192, 2, 1, pingpong=True),
-        # With any option the epilogue of 128x192 runs out of registers (685 spilled words with all of them).
-        "exp-options": GemmTile(128, 128, 2, 1, pingpong=True),
-    },
-    10: {
-        # The widest 2-SM tile: two CTAs share one 256 × 256 tcgen05 MMA. Not measured (no Blackwell GPU).
-        "forward": GemmTile(256, 256, 2, 1),
-        "backward": GemmTile(256, 256, 2, 1),
-        "exp": GemmTile(256, 256, 2, 1),
-        "exp-options": GemmTile(256, 256, 2, 1),
-    },
-}
-TILES_VARIABLE = "LIGER_CUTEDSL_TILES"
-
-
-def gemm_tile(kernel: str, major: int) -> GemmTile:
-    """The tile of a kernel on an architecture, or the one LIGER_CUTEDSL_TILES sets for experiments:
-    for instance forward=128x256/2x1,backward=128x192/2x1/pingpong."""
-    return _tile_overrides(os.environ.get(TILES_VARIABLE, "")).get(kernel) or GEMM_TILES[major][kernel]
-
-
-@functools.cache
-def _tile_overrides(text: str) -> dict[str, GemmTile]:
-    overrides = {}
-    for part in filter(None, text.split(",")):
-        match = re.fullmatch(r"([\w-]+)=(\d+)x(\d+)/(\d+)x(\d+)(/pingpong)?", part.strip())
-        if not match or match[1] not in GEMM_TILES[9]:
-            raise ValueError(
-                f"{TILES_VARIABLE} must be a list of KERNEL=MxN/CLUSTERMxCLUSTERN[/pingpong] with KERNEL one of "
-                f"{', '.join(GEMM_TILES[9])}, got {part!r}"
-            )
-        overrides[match[1]] = GemmTile(*(int(match[i]) for i in (2, 3, 4, 5)), pingpong=bool(match[6]))
-    return overrides
 
 
 @functools.cache
