@@ -17,7 +17,7 @@ from liger_cutedsl import ahead_of_time
 from liger_cutedsl.__main__ import main
 from liger_cutedsl.ahead_of_time import Compiled, check
 from liger_cutedsl.engines import architectures
-from liger_cutedsl.epilogues import Epilogue
+from liger_cutedsl.epilogues import EpilogueFlags
 
 pytest.importorskip("quack", reason="quack is not installed")
 pytestmark = pytest.mark.slow
@@ -83,7 +83,7 @@ def test_check_wants_the_instruction_of_the_architecture():
 
 def test_an_architecture_that_is_not_enabled_compiles():
     """sm_120: what keeps calls from it is that nothing has run there."""
-    variants = [ahead_of_time.Variant(kernel, Epilogue()) for kernel in ("forward", "exp", "backward")]
+    variants = [ahead_of_time.Variant(kernel, EpilogueFlags()) for kernel in ("forward", "exp", "backward")]
     compiled = ahead_of_time.compile_architecture("sm_120a", variants, jobs=1)
     assert [kernel.error for kernel in compiled] == ["", "", ""]
     assert all(kernel.matrix_instruction.endswith(" HMMA") for kernel in compiled)
@@ -177,7 +177,7 @@ def test_each_dtype_has_a_kernel_with_its_own_constants(bf16_then_fp16, tmp_path
 
 def test_compile_and_later_processes_share_kernels_but_not_those_of_another_dtype(tmp_path, monkeypatch):
     monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path / "compiled"))
-    variants = [ahead_of_time.Variant("exp", Epilogue(), dtype) for dtype in ("bf16", "fp16")]
+    variants = [ahead_of_time.Variant("exp", EpilogueFlags(), dtype) for dtype in ("bf16", "fp16")]
     compiled = ahead_of_time.compile_architecture("sm_100a", variants, jobs=1)
     assert not any(kernel.error for kernel in compiled)
     found = cached_kernels(tmp_path / "compiled", "sm_100a")

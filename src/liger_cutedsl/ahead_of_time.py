@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 from liger_cutedsl.engines import architectures
-from liger_cutedsl.epilogues import Epilogue
+from liger_cutedsl.epilogues import EpilogueFlags
 from liger_cutedsl.objective import RowCoefficients
 from liger_cutedsl.options import LossOptions
 from liger_cutedsl.problem import Problem
@@ -43,13 +43,13 @@ class Variant:
     """One kernel: forward, backward or exp, its options, dtype, and whether the vocabulary's last tile is full."""
 
     kernel: str
-    part: Epilogue
+    flags: EpilogueFlags
     dtype: str = "bf16"
     ragged: bool = False
 
     @property
     def options(self) -> str:
-        names = [name for name, on in asdict(self.part).items() if on] + ["ragged"] * self.ragged
+        names = [name for name, on in asdict(self.flags).items() if on] + ["ragged"] * self.ragged
         return "+".join(names) or "plain"
 
     @property
@@ -79,26 +79,26 @@ class Compiled:
 def all_variants() -> list[Variant]:
     """Every kernel the engine can ask for."""
     variants = []
-    flags = itertools.product((False, True), (False, True), (None, False, True), DTYPES)
-    for bias, softcap, weighted, dtype in flags:
-        part = Epilogue(bias, softcap, ce_weight=bool(weighted), smoothing=weighted is not None)
-        variants.append(Variant("backward", part, dtype))
+    combinations = itertools.product((False, True), (False, True), (None, False, True), DTYPES)
+    for bias, softcap, weighted, dtype in combinations:
+        flags = EpilogueFlags(bias, softcap, ce_weight=bool(weighted), smoothing=weighted is not None)
+        variants.append(Variant("backward", flags, dtype))
         for argmax, ragged in itertools.product((False, True), (False, True)):
-            variants.append(Variant("forward", replace(part, argmax=argmax), dtype, ragged))
-            if not (part.softcap and part.smoothing):  # such a call stores no exponentials
-                variants.append(Variant("exp", replace(part, argmax=argmax), dtype, ragged))
+            variants.append(Variant("forward", replace(flags, argmax=argmax), dtype, ragged))
+            if not (flags.softcap and flags.smoothing):  # such a call stores no exponentials
+                variants.append(Variant("exp", replace(flags, argmax=argmax), dtype, ragged))
     return variants
 
 
 def typical_variants() -> list[Variant]:
     """A representative few: no option, what common models use, everything at once."""
-    everything = Epilogue(bias=True, softcap=True, ce_weight=True, smoothing=True)
+    everything = EpilogueFlags(bias=True, softcap=True, ce_weight=True, smoothing=True)
     all_but_softcap = replace(everything, softcap=False, argmax=True)
-    parts = (Epilogue(), Epilogue(softcap=True), everything)
-    variants = [Variant("backward", part) for part in parts]
-    variants += [Variant("forward", parts[0]), Variant("forward", parts[0], ragged=True)]
-    variants += [Variant("exp", parts[0]), Variant("exp", all_but_softcap, ragged=True)]
-    variants += [Variant("exp", parts[1], "fp16")]
+    common = (EpilogueFlags(), EpilogueFlags(softcap=True), everything)
+    variants = [Variant("backward", flags) for flags in common]
+    variants += [Variant("forward", common[0]), Variant("forward", common[0], ragged=True)]
+    variants += [Variant("exp", common[0]), Variant("exp", all_but_softcap, ragged=True)]
+    variants += [Variant("exp", common[1], "fp16")]
     variants += [Variant("forward", replace(everything, argmax=True), dtype, ragged=True) for dtype in DTYPES]
     variants += [Variant("forward", replace(everything, argmax=True))]
     return variants
@@ -177,11 +177,11 @@ def _trace(variant: Variant):
     """Runs the engine on small CPU tensors without launching: the very path of a real call. Returns the tile."""
     from liger_cutedsl.engines.cute_engine import CuteEngine, exp_kind, tile_of
 
-    part, n, hidden = variant.part, 128, 64
+    flags, n, hidden = variant.flags, 128, 64
     options = LossOptions(
-        softcap=1.0 if part.softcap else None,
-        label_smoothing=0.1 if part.smoothing else 0.0,
-        return_predicted_tokens=part.argmax,
+        softcap=1.0 if flags.softcap else None,
+        label_smoothing=0.1 if flags.smoothing else 0.0,
+        return_predicted_tokens=flags.argmax,
     )
     here, wide = {"device": "cpu"}, {"dtype": torch.float32, "device": "cpu"}
     kernel = exp_kind(options) if variant.kernel == "exp" else variant.kernel
@@ -193,8 +193,8 @@ def _trace(variant: Variant):
         x,
         torch.zeros(vocab, hidden, dtype=x.dtype, **here),
         torch.zeros(n, dtype=torch.int64, **here),
-        vector if part.bias else None,
-        vector if part.ce_weight else None,
+        vector if flags.bias else None,
+        vector if flags.ce_weight else None,
         options,
     )
     engine, row = CuteEngine(launch=False), torch.zeros(n, **wide)

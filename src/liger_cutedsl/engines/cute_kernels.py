@@ -4,7 +4,7 @@
     backward  x·W[tile]ᵀ whose epilogue writes dz
     exp       x·Wᵀ of a chunk of tokens, writing exponentials relative to their tile's maximum, with sums and maxima
 
-A kernel is compiled once for each combination of Epilogue, dtype and GemmTile, and kept on disk by quack
+A kernel is compiled once for each combination of EpilogueFlags, dtype and GemmTile, and kept on disk by quack
 (QUACK_CACHE_DIR). Neither N nor V nor the value of an option is compiled in.
 """
 
@@ -16,7 +16,7 @@ from quack.epilogue.frontend import gemm_epilogue
 from quack.epilogue.ops import ColVecLoad, ColVecReduce, ColVecSelect, OnlineLSEReduce, RowVecLoad
 
 from liger_cutedsl.engines.cute_ops import FirstZero, MaskedColVecSum, OnlineArgmax, TileMaximum
-from liger_cutedsl.epilogues import Epilogue, backward_epilogue, exp_epilogue, exp_prepass, forward_epilogue
+from liger_cutedsl.epilogues import EpilogueFlags, backward_epilogue, exp_epilogue, exp_prepass, forward_epilogue
 
 _OPERAND_OPS = {
     "bias": RowVecLoad,
@@ -28,46 +28,46 @@ _OPERAND_OPS = {
 
 
 @functools.cache
-def forward_kernel(part: Epilogue, ragged: bool):
+def forward_kernel(flags: EpilogueFlags, ragged: bool):
     """ragged: the last tile of the vocabulary is not full, so reductions have to mask it."""
-    target, sinks = _row_sinks(part, ragged)
+    target, sinks = _row_sinks(flags, ragged)
     sinks["lse"] = OnlineLSEReduce("lse", check_oob=ragged)
-    if part.argmax:
+    if flags.argmax:
         sinks["argmax"] = OnlineArgmax("argmax")
-    pins = _pinned(part.forward_operands)
-    return gemm_epilogue(ops=pins, outs=sinks, extra_ops=(target,))(forward_epilogue(part))
+    pins = _pinned(flags.forward_operands)
+    return gemm_epilogue(ops=pins, outs=sinks, extra_ops=(target,))(forward_epilogue(flags))
 
 
 @functools.cache
-def exp_kernel(part: Epilogue, ragged: bool, headroom: int):
+def exp_kernel(flags: EpilogueFlags, ragged: bool, headroom: int):
     """headroom: exponentials are stored times 2^headroom."""
-    target, sinks = _row_sinks(part, ragged)
+    target, sinks = _row_sinks(flags, ragged)
     sinks["sum_exp"] = MaskedColVecSum("sum_exp") if ragged else ColVecReduce("sum_exp")
-    if part.argmax:
+    if flags.argmax:
         sinks["is_max"] = FirstZero("is_max")
     maximum = TileMaximum("tile_max")
     return gemm_epilogue(
-        ops={**_pinned(part.forward_operands), "tile_max": maximum},
-        prepass=exp_prepass(part),
+        ops={**_pinned(flags.forward_operands), "tile_max": maximum},
+        prepass=exp_prepass(flags),
         prepass_outs=("tile_max",),
         outs=sinks,
         extra_ops=(maximum.out("tile_max_out"), target),
-    )(exp_epilogue(part, headroom))
+    )(exp_epilogue(flags, headroom))
 
 
-def _row_sinks(part: Epilogue, ragged: bool):
+def _row_sinks(flags: EpilogueFlags, ragged: bool):
     """What both kernels reduce logits to besides the log-sum-exp; and the load of the target's column."""
     target = ColVecLoad("target")
     sinks = {"target_logit": ColVecSelect("target_logit", idx_op=target)}
-    if part.smoothing:
+    if flags.smoothing:
         reduce = MaskedColVecSum if ragged else ColVecReduce
-        sinks["weighted_sum"] = reduce("weighted_sum", scaled=part.ce_weight)
+        sinks["weighted_sum"] = reduce("weighted_sum", scaled=flags.ce_weight)
     return target, sinks
 
 
 @functools.cache
-def backward_kernel(part: Epilogue):
-    return gemm_epilogue(ops=_pinned(part.backward_operands))(backward_epilogue(part))
+def backward_kernel(flags: EpilogueFlags):
+    return gemm_epilogue(ops=_pinned(flags.backward_operands))(backward_epilogue(flags))
 
 
 def _pinned(names) -> dict:
