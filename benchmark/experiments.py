@@ -23,7 +23,7 @@ from benchmark.measure import Shape, gradient_errors, measure
 from benchmark.sweeps import REFERENCE
 from liger_cutedsl.call import Problem, WantedGradients
 from liger_cutedsl.engines import make_engine
-from liger_cutedsl.engines.cute_kernels import GemmTile
+from liger_cutedsl.engines.architectures import GemmTile
 from liger_cutedsl.gemm import matmul
 from liger_cutedsl.objective import RowCoefficients, RowStatistics, row_coefficients, row_weights
 from liger_cutedsl.routing import Settings, choose_route

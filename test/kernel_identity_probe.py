@@ -10,17 +10,17 @@ import re
 import sys
 from pathlib import Path
 
+from liger_cutedsl.ahead_of_time import Variant, _trace, disassemble, target_environment
+from liger_cutedsl.epilogues import EpilogueFlags
+
 arch, *dtypes = sys.argv[1:]
-os.environ.update(QUACK_ARCH=arch[3:].rstrip("a"), CUTE_DSL_ARCH=arch, CUDA_VISIBLE_DEVICES="")
+os.environ.update(target_environment(arch))
 
 import quack.gemm_runtime.host as host  # noqa: E402
 
-from liger_cutedsl.ahead_of_time import Variant, _trace, disassemble  # noqa: E402
-from liger_cutedsl.epilogues import Epilogue  # noqa: E402
-
 host.get_max_active_clusters = lambda *_: 1
 for dtype in dtypes:
-    _trace(Variant("exp", Epilogue(), dtype))
+    _trace(Variant("exp", EpilogueFlags(), dtype))
 for compiled in sorted(Path(os.environ["QUACK_CACHE_DIR"]).rglob("*.o")):
     sass = disassemble(compiled.read_bytes())
     dtype = "bf16" if "BF16" in sass else "fp16"

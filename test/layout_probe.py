@@ -11,15 +11,16 @@ import json
 import os
 import sys
 
+from liger_cutedsl.ahead_of_time import _trace, all_variants, target_environment
+
 arch, wanted = sys.argv[1:]
-os.environ.update(QUACK_ARCH=arch[3:].rstrip("a"), CUTE_DSL_ARCH=arch, QUACK_CACHE_ENABLED="0")
+os.environ.update(target_environment(arch), QUACK_CACHE_ENABLED="0")
 
 import cutlass.cute as cute  # noqa: E402
 import quack.epilogue.ops as ops  # noqa: E402
 import quack.gemm_runtime.host as host  # noqa: E402
 from quack.sm90_utils import partition_for_epilogue  # noqa: E402
 
-from liger_cutedsl.ahead_of_time import _trace, all_variants  # noqa: E402
 from liger_cutedsl.engines.cute_ops import _column_offsets  # noqa: E402
 
 found = []

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ import liger_cutedsl
 from liger_cutedsl import ahead_of_time
 from liger_cutedsl.__main__ import main
 from liger_cutedsl.ahead_of_time import Compiled, check
-from liger_cutedsl.epilogues import Epilogue
+from liger_cutedsl.engines import architectures
+from liger_cutedsl.epilogues import EpilogueFlags
 
 pytest.importorskip("quack", reason="quack is not installed")
 pytestmark = pytest.mark.slow
@@ -34,7 +36,7 @@ def test_kernels_compile_for_every_architecture(capsys):
     status = main(["compile", "--typical", "--json"])
     kernels = [Compiled(**row) for row in json.loads(capsys.readouterr().out)]
     assert status == 0, [k for k in kernels if k.error]
-    assert {k.arch for k in kernels} == set(ahead_of_time.ARCHITECTURES)
+    assert {k.arch for k in kernels} == set(architectures.SUPPORTED_TARGETS)
     for k in kernels:
         assert k.registers > 0 and k.seconds > 0
         if k.arch != "sm_90a":
@@ -69,16 +71,49 @@ def test_check_refuses_what_a_kernel_must_not_be():
     assert of(arch="sm_90a", instruction="16 HGMMA") == ""
 
 
-def test_tiles_can_be_overridden_for_experiments(monkeypatch):
-    from liger_cutedsl.engines.cute_kernels import GEMM_TILES, GemmTile, gemm_tile
+def test_check_wants_the_instruction_of_the_architecture():
+    def of(arch, instruction):
+        return check(Compiled(arch, "forward/bf16/plain", "", 200, 0, instruction, 0))
 
-    monkeypatch.setenv("LIGER_CUTEDSL_TILES", "forward=128x256/2x1,exp-options=128x128/1x2/pingpong")
-    assert gemm_tile("forward", 9) == GemmTile(128, 256, 2, 1)
-    assert gemm_tile("exp-options", 9) == GemmTile(128, 128, 1, 2, pingpong=True)
-    assert gemm_tile("backward", 9) == GEMM_TILES[9]["backward"]
-    monkeypatch.setenv("LIGER_CUTEDSL_TILES", "forwards=128x256/2x1")
-    with pytest.raises(ValueError, match=r"KERNEL one of forward, backward, exp.*got 'forwards=128x256/2x1'"):
-        gemm_tile("forward", 9)
+    for row in architectures.ROWS:
+        assert of(row.target, f"4 {row.matrix_instruction}") == ""
+        assert f"no {row.instruction_kind} matrix instruction, only 4 IMMA" in of(row.target, "4 IMMA")
+    assert "no warpgroup" in of("sm_90a", "128 HMMA")
+
+
+def test_an_architecture_that_is_not_enabled_compiles():
+    """sm_120: what keeps calls from it is that nothing has run there."""
+    variants = [ahead_of_time.Variant(kernel, EpilogueFlags()) for kernel in ("forward", "exp", "backward")]
+    compiled = ahead_of_time.compile_architecture("sm_120a", variants, jobs=1)
+    assert [kernel.error for kernel in compiled] == ["", "", ""]
+    assert all(kernel.matrix_instruction.endswith(" HMMA") for kernel in compiled)
+    assert architectures.of((12, 0)) is None
+
+
+def test_planning_takes_a_row_s_calibration(monkeypatch):
+    import torch
+
+    from liger_cutedsl.call import Problem
+    from liger_cutedsl.engines import cute_engine
+    from liger_cutedsl.tiling import H200
+
+    def planned(calibration):
+        row = replace(architectures.of((9, 0)), calibration=calibration)
+        monkeypatch.setattr(cute_engine, "architecture_of", lambda _: row)
+        cute_engine._wave_model.cache_clear()
+        return engine.chunk_size(problem, 1920), engine.tile_width(problem, 13056, 0)
+
+    problem = Problem(
+        torch.empty(8192, 3584, dtype=torch.bfloat16, device="meta"),
+        torch.empty(152064, 3584, dtype=torch.bfloat16, device="meta"),
+        torch.empty(8192, dtype=torch.int64, device="meta"),
+    )
+    engine = cute_engine.CuteEngine()
+    monkeypatch.setattr(cute_engine, "multiprocessors", lambda _: 132)
+    chunk, width = planned(H200)
+    assert planned(replace(H200, per_byte=0, dw_pass_tokens=0))[0] != chunk
+    assert planned(replace(H200, weight_tile_m=384))[1] != width
+    cute_engine._wave_model.cache_clear()
 
 
 def test_argmax_keys_are_read_as_they_are_written():
@@ -96,7 +131,7 @@ def test_argmax_keys_are_read_as_they_are_written():
     assert column.tolist() == [200, 129, 64]
 
 
-@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a", "sm_120a"])
 @pytest.mark.parametrize("kernel", ["forward", "backward", "exp"])
 def test_every_element_of_a_blackwell_tile_has_one_owner(arch, kernel):
     probe = Path(__file__).parent / "layout_probe.py"
@@ -106,7 +141,8 @@ def test_every_element_of_a_blackwell_tile_has_one_owner(arch, kernel):
     assert done.returncode == 0, done.stderr[-2000:]
     layout = json.loads(done.stdout.splitlines()[-1])
     rows, columns = layout["tile"]
-    assert (rows, columns) == (128, 256)  # each CTA of the pair holds half of the 256 × 256 tile
+    # each CTA of a pair holds half of the 256 × 256 tile; sm_120 has no pairs
+    assert (rows, columns) == ((128, 128) if arch == "sm_120a" else (128, 256))
     held = [tuple(element) for thread in layout["held"] for element in thread]
     assert len(held) == rows * columns
     assert set(held) == set(itertools.product(range(rows), range(columns)))
@@ -141,7 +177,7 @@ def test_each_dtype_has_a_kernel_with_its_own_constants(bf16_then_fp16, tmp_path
 
 def test_compile_and_later_processes_share_kernels_but_not_those_of_another_dtype(tmp_path, monkeypatch):
     monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path / "compiled"))
-    variants = [ahead_of_time.Variant("exp", Epilogue(), dtype) for dtype in ("bf16", "fp16")]
+    variants = [ahead_of_time.Variant("exp", EpilogueFlags(), dtype) for dtype in ("bf16", "fp16")]
     compiled = ahead_of_time.compile_architecture("sm_100a", variants, jobs=1)
     assert not any(kernel.error for kernel in compiled)
     found = cached_kernels(tmp_path / "compiled", "sm_100a")

@@ -5,7 +5,7 @@ import torch
 
 from liger_cutedsl import LossOptions
 from liger_cutedsl.call import Problem
-from liger_cutedsl.epilogues import Epilogue, backward_epilogue, capped, forward_epilogue
+from liger_cutedsl.epilogues import EpilogueFlags, backward_epilogue, capped, forward_epilogue
 from liger_cutedsl.objective import RowStatistics, row_coefficients, row_weights
 
 
@@ -24,7 +24,8 @@ def test_the_target_gradient_survives_p_near_one():
 def test_softcap_formula_matches_tanh(softcap):
     """tanh from exp2 and a reciprocal, in float32, against float64's tanh and its derivative."""
     acc = torch.cat([torch.linspace(-200, 200, 4001), torch.tensor([1e-6, -1e-6, 1e30, -1e30])])
-    z, slope = capped(Epilogue(softcap=True), acc, dict(softcap=softcap, inverse_softcap=1.0 / softcap))
+    flags, scalars = EpilogueFlags(softcap=True), dict(softcap=softcap, inverse_softcap=1.0 / softcap)
+    z, slope = capped(flags, acc, scalars)
     exact = torch.tanh(acc.double() / softcap)
     # 1 − 2r rounds at 1, so z is off by a few ulp of the cap
     assert (z.double() - softcap * exact).abs().max() <= 4 * softcap * 1.2e-7
@@ -35,7 +36,9 @@ def test_softcap_formula_matches_tanh(softcap):
     u = acc.double()[tail].abs() / softcap
     exact_tail = 4 * torch.exp(-2 * u) / (1 + torch.exp(-2 * u)).square()
     assert ((slope.double()[tail] - exact_tail) / exact_tail).abs().max() <= 2e-5  # exponents of up to 80 · 2⁻²⁴
-    nan = capped(Epilogue(softcap=True), torch.tensor(torch.nan), dict(softcap=softcap, inverse_softcap=1.0 / softcap))
+    nan = capped(
+        EpilogueFlags(softcap=True), torch.tensor(torch.nan), dict(softcap=softcap, inverse_softcap=1.0 / softcap)
+    )
     assert all(v.isnan() for v in nan)
     assert slope[-1] == slope[-2] == 0.0
 
@@ -43,8 +46,8 @@ def test_softcap_formula_matches_tanh(softcap):
 def test_epilogues_name_the_operands_they_take():
     import inspect
 
-    part = Epilogue(bias=True, softcap=True, ce_weight=True, smoothing=True, argmax=True)
-    assert list(inspect.signature(forward_epilogue(part)).parameters)[1:] == list(part.forward_operands)
-    assert list(inspect.signature(backward_epilogue(part)).parameters)[1:] == list(part.backward_operands)
+    flags = EpilogueFlags(bias=True, softcap=True, ce_weight=True, smoothing=True, argmax=True)
+    assert list(inspect.signature(forward_epilogue(flags)).parameters)[1:] == list(flags.forward_operands)
+    assert list(inspect.signature(backward_epilogue(flags)).parameters)[1:] == list(flags.backward_operands)
     problem = Problem(torch.zeros(1, 8), torch.zeros(5, 8), torch.tensor([0]), None, torch.ones(5), LossOptions())
-    assert not Epilogue.of(problem).ce_weight  # without smoothing class weights are in A and fix
+    assert not EpilogueFlags.of(problem).ce_weight  # without smoothing class weights are in A and fix

@@ -86,15 +86,15 @@ def check_dz(options, dtype, with_vectors, vocab=5000, tokens=6):
     e = torch.empty(tokens, vocab + 8, dtype=dtype)[:, :vocab]
     stats, maxima = engine.exp_chunk(problem, out=e)
     scale = torch.tensor(4096.0 if dtype == torch.float16 else 1.0)
-    rows = row_coefficients(stats, row_weights(problem), problem.options, scale)
+    coefficients = row_coefficients(stats, row_weights(problem), problem.options, scale)
     want = e.clone()
-    want_sums = engine.scale_chunk(problem, want, maxima, stats.lse, rows, True)
+    want_sums = engine.scale_chunk(problem, want, maxima, stats.lse, coefficients, True)
     headroom = 15 if dtype == torch.float16 else 0
-    exponentials, arguments = e.clone(), (maxima, stats.lse, rows, engine.exp_tile(problem), headroom)
+    exponentials, arguments = e.clone(), (maxima, stats.lse, coefficients, engine.exp_tile(problem), headroom)
     assert triton_kernels.dz_of_exp(problem, e, *arguments, column_sums=False) is None
     # both are rounded once to the dtype; a value next to a rounding boundary may fall either way
     close(f"dz_of_exp {dtype} {options}", e, want, max(torch.finfo(dtype).eps / 8, FLOAT32))
-    assert torch.equal(e[torch.arange(tokens), target], rows.fix.to(dtype))
+    assert torch.equal(e[torch.arange(tokens), target], coefficients.fix.to(dtype))
     sums = triton_kernels.dz_of_exp(problem, exponentials, *arguments, column_sums=True)
     assert torch.equal(exponentials, e)
     # of a few rows, each rounded to the dtype in one of the two

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from liger_cutedsl import ahead_of_time, explain
+from liger_cutedsl.engines import architectures
 from liger_cutedsl.kernel_cache import chosen_folder, obstacle_of
 from liger_cutedsl.versions import TESTED, installed, is_untested, tested
 
@@ -146,9 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m liger_cutedsl", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="compile")
     compiling = commands.add_parser("compile", help="compile the CuTe kernels; needs no GPU")
-    compiling.add_argument(
-        "--arch", action="append", choices=ahead_of_time.ARCHITECTURES, help="may be given more than once"
-    )
+    compiling.add_argument("--arch", action="append", choices=architectures.TARGETS, help="may be given more than once")
     compiling.add_argument("--typical", action="store_true", help="a representative few instead of every kernel")
     compiling.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     compiling.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -163,7 +162,7 @@ def run_compile(chosen) -> int:
     """Compiles, prints, and returns 1 where a kernel failed or is not what it should be."""
     variants = ahead_of_time.typical_variants() if chosen.typical else ahead_of_time.all_variants()
     results = []
-    for arch in chosen.arch or ahead_of_time.ARCHITECTURES:
+    for arch in chosen.arch or architectures.SUPPORTED_TARGETS:
         results += ahead_of_time.compile_architecture(arch, variants, max(1, chosen.jobs))
     print(json.dumps([asdict(r) for r in results], indent=1) if chosen.json else ahead_of_time.table(results))
     return int(any(r.error for r in results))

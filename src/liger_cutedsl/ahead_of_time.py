@@ -1,8 +1,8 @@
 """python -m liger_cutedsl compile: every CuTe kernel for an architecture, compiled on a machine without a GPU.
 
 The compiled kernels land in quack's on-disk cache (QUACK_CACHE_DIR), where a run on that architecture finds them,
-so a container build can ship them. Each one's machine code is disassembled and checked: a Blackwell kernel must use
-the 2-CTA matrix instruction, and the forward must store no matrix.
+so a container build can ship them. Each one's machine code is disassembled and checked: a kernel must multiply with
+its architecture's matrix instruction (architectures.py), and the forward must store no matrix.
 
 quack and CuTe DSL read their target architecture when they are imported, so each architecture is compiled in
 processes of its own (this module run as a script); they print one JSON line a kernel.
@@ -21,15 +21,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
-from liger_cutedsl.epilogues import Epilogue
+from liger_cutedsl.call import Problem
+from liger_cutedsl.engines import architectures
+from liger_cutedsl.epilogues import EpilogueFlags
+from liger_cutedsl.objective import RowCoefficients
+from liger_cutedsl.options import LossOptions
+from liger_cutedsl.tiling import Tile
 
-ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -38,13 +43,13 @@ class Variant:
     """One kernel: forward, backward or exp, its options, dtype, and whether the vocabulary's last tile is full."""
 
     kernel: str
-    part: Epilogue
+    flags: EpilogueFlags
     dtype: str = "bf16"
     ragged: bool = False
 
     @property
     def options(self) -> str:
-        names = [name for name, on in asdict(self.part).items() if on] + ["ragged"] * self.ragged
+        names = [name for name, on in asdict(self.flags).items() if on] + ["ragged"] * self.ragged
         return "+".join(names) or "plain"
 
     @property
@@ -74,26 +79,26 @@ class Compiled:
 def all_variants() -> list[Variant]:
     """Every kernel the engine can ask for."""
     variants = []
-    flags = itertools.product((False, True), (False, True), (None, False, True), DTYPES)
-    for bias, softcap, weighted, dtype in flags:
-        part = Epilogue(bias, softcap, ce_weight=bool(weighted), smoothing=weighted is not None)
-        variants.append(Variant("backward", part, dtype))
+    combinations = itertools.product((False, True), (False, True), (None, False, True), DTYPES)
+    for bias, softcap, weighted, dtype in combinations:
+        flags = EpilogueFlags(bias, softcap, ce_weight=bool(weighted), smoothing=weighted is not None)
+        variants.append(Variant("backward", flags, dtype))
         for argmax, ragged in itertools.product((False, True), (False, True)):
-            variants.append(Variant("forward", replace(part, argmax=argmax), dtype, ragged))
-            if not (part.softcap and part.smoothing):  # such a call stores no exponentials
-                variants.append(Variant("exp", replace(part, argmax=argmax), dtype, ragged))
+            variants.append(Variant("forward", replace(flags, argmax=argmax), dtype, ragged))
+            if not (flags.softcap and flags.smoothing):  # such a call stores no exponentials
+                variants.append(Variant("exp", replace(flags, argmax=argmax), dtype, ragged))
     return variants
 
 
 def typical_variants() -> list[Variant]:
     """A representative few: no option, what common models use, everything at once."""
-    everything = Epilogue(bias=True, softcap=True, ce_weight=True, smoothing=True)
+    everything = EpilogueFlags(bias=True, softcap=True, ce_weight=True, smoothing=True)
     all_but_softcap = replace(everything, softcap=False, argmax=True)
-    parts = (Epilogue(), Epilogue(softcap=True), everything)
-    variants = [Variant("backward", part) for part in parts]
-    variants += [Variant("forward", parts[0]), Variant("forward", parts[0], ragged=True)]
-    variants += [Variant("exp", parts[0]), Variant("exp", all_but_softcap, ragged=True)]
-    variants += [Variant("exp", parts[1], "fp16")]
+    common = (EpilogueFlags(), EpilogueFlags(softcap=True), everything)
+    variants = [Variant("backward", flags) for flags in common]
+    variants += [Variant("forward", common[0]), Variant("forward", common[0], ragged=True)]
+    variants += [Variant("exp", common[0]), Variant("exp", all_but_softcap, ragged=True)]
+    variants += [Variant("exp", common[1], "fp16")]
     variants += [Variant("forward", replace(everything, argmax=True), dtype, ragged=True) for dtype in DTYPES]
     variants += [Variant("forward", replace(everything, argmax=True))]
     return variants
@@ -110,8 +115,14 @@ def compile_architecture(arch: str, variants: list[Variant], jobs: int) -> list[
     return [by_name[name] for name in order]
 
 
+def target_environment(arch: str) -> dict[str, str]:
+    """The environment of a process that compiles for an architecture, and sees no GPU."""
+    major, minor = architectures.of_target(arch).capability
+    return {"QUACK_ARCH": f"{major}{minor}", "CUTE_DSL_ARCH": arch, "CUDA_VISIBLE_DEVICES": ""}
+
+
 def _run_worker(arch: str, names: list[str]) -> list[Compiled]:
-    environment = {**os.environ, "QUACK_ARCH": arch[3:].rstrip("a"), "CUTE_DSL_ARCH": arch, "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, **target_environment(arch)}
     command = [sys.executable, "-m", "liger_cutedsl.ahead_of_time", arch]
     worker = subprocess.run(command, env=environment, input="\n".join(names), capture_output=True, text=True)
     lines = [line for line in worker.stdout.splitlines() if line.startswith('{"arch"')]
@@ -164,17 +175,13 @@ def _compile(arch: str, variant: Variant) -> Compiled:
 
 def _trace(variant: Variant):
     """Runs the engine on small CPU tensors without launching: the very path of a real call. Returns the tile."""
-    from liger_cutedsl.call import Problem
     from liger_cutedsl.engines.cute_engine import CuteEngine, exp_kind, tile_of
-    from liger_cutedsl.objective import RowCoefficients
-    from liger_cutedsl.options import LossOptions
-    from liger_cutedsl.tiling import Tile
 
-    part, n, hidden = variant.part, 128, 64
+    flags, n, hidden = variant.flags, 128, 64
     options = LossOptions(
-        softcap=1.0 if part.softcap else None,
-        label_smoothing=0.1 if part.smoothing else 0.0,
-        return_predicted_tokens=part.argmax,
+        softcap=1.0 if flags.softcap else None,
+        label_smoothing=0.1 if flags.smoothing else 0.0,
+        return_predicted_tokens=flags.argmax,
     )
     here, wide = {"device": "cpu"}, {"dtype": torch.float32, "device": "cpu"}
     kernel = exp_kind(options) if variant.kernel == "exp" else variant.kernel
@@ -186,8 +193,8 @@ def _trace(variant: Variant):
         x,
         torch.zeros(vocab, hidden, dtype=x.dtype, **here),
         torch.zeros(n, dtype=torch.int64, **here),
-        vector if part.bias else None,
-        vector if part.ce_weight else None,
+        vector if flags.bias else None,
+        vector if flags.ce_weight else None,
         options,
     )
     engine, row = CuteEngine(launch=False), torch.zeros(n, **wide)
@@ -209,10 +216,11 @@ def _describe(result: Compiled, compiled: bytes) -> None:
     # STL, STL.64 and STL.128 store 1, 2 and 4 words of a thread to local memory.
     widths = re.findall(r"\bSTL(?:\.(\d+))?(?=[\s.])", sass)
     result.spilled_words = sum(int(width or 32) // 32 for width in widths)
-    instructions = re.findall(r"\b(UTCHMMA(?:\.2CTA)?|HGMMA|UTCQMMA|HMMA)\b", sass)
+    instructions = Counter(re.findall(r"\b([A-Z]+MMA(?:\.2CTA)?)\b", sass))
     if instructions:
-        best = max(set(instructions), key=lambda name: ("2CTA" in name, name.startswith("UTC"), name))
-        result.matrix_instruction = f"{instructions.count(best)} {best}"
+        expected = architectures.of_target(result.arch).matrix_instruction
+        found = expected if expected in instructions else max(instructions, key=instructions.get)
+        result.matrix_instruction = f"{instructions[found]} {found}"
     result.tma_stores = len(re.findall(r"\bUTMASTG\b", sass))
 
 
@@ -250,8 +258,9 @@ def check(result: Compiled) -> str:
     """What is wrong with a compiled kernel, or ""."""
     if not result.matrix_instruction:
         return "no tensor-core instruction"
-    if result.arch.startswith("sm_10") and "2CTA" not in result.matrix_instruction:
-        return f"no 2-CTA matrix instruction, only {result.matrix_instruction}"
+    row = architectures.of_target(result.arch)
+    if row.matrix_instruction not in result.matrix_instruction.split():
+        return f"no {row.instruction_kind} matrix instruction, only {result.matrix_instruction}"
     if result.name.startswith("forward") and result.tma_stores:
         return f"the store-free forward has {result.tma_stores} TMA stores"
     return ""

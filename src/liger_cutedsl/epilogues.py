@@ -4,7 +4,7 @@ Each epilogue is one plain function. The torch engine calls it with tensors, on 
 hands the same function to quack's ``gemm_epilogue``, which traces it with Float32 scalars (Hopper) or packed
 pairs (Blackwell). So what CPU tests check is what the GPU kernels compile. Formulas: objective.py.
 
-An epilogue takes ``acc`` and the operands its ``Epilogue`` names, and returns its outputs by name:
+An epilogue takes ``acc`` and the operands its ``EpilogueFlags`` name, and returns its outputs by name:
 
     forward    lse: z_iv                           (the receiving reduction does log-sum-exp)
                target_logit: u_iv                  (before the cap, which loses where it saturates; v = t_i is selected)
@@ -44,7 +44,7 @@ def exp_headroom(dtype) -> int:
 
 
 @dataclass(frozen=True)
-class Epilogue:
+class EpilogueFlags:
     """Which parts of the formula a call needs; the rest is not in the compiled kernel."""
 
     bias: bool = False
@@ -54,7 +54,7 @@ class Epilogue:
     argmax: bool = False
 
     @classmethod
-    def of(cls, problem) -> Epilogue:
+    def of(cls, problem) -> EpilogueFlags:
         """What a problem needs. Class weights reach elements only through smoothing; else they are in the rows."""
         options = problem.options
         return cls(
@@ -87,18 +87,27 @@ class Epilogue:
         return (*self.logit_operands, "lse", "row_a", *smoothing)
 
 
-def biased(part: Epilogue, acc, operands):
+def vocabulary_operands(names, problem, of_tile) -> dict:
+    """Operands that are no row's: scalars, and of_tile(vector) of each vector over the vocabulary."""
+    values = {name: of_tile(getattr(problem, name)) for name in ("bias", "ce_weight") if name in names}
+    if "softcap" in names:
+        softcap = float(problem.options.softcap)
+        values.update(softcap=softcap, inverse_softcap=1.0 / softcap)
+    return values
+
+
+def biased(flags: EpilogueFlags, acc, operands):
     """u = acc + bias: the logit before the cap. The cap is monotone, so a tile's maximum can be taken here."""
-    return acc + operands["bias"] if part.bias else acc
+    return acc + operands["bias"] if flags.bias else acc
 
 
-def capped(part: Epilogue, u, operands):
+def capped(flags: EpilogueFlags, u, operands):
     """(z, dz/du): z = softcap · tanh(u/softcap); dz/du is None where it is 1.
 
     tanh comes from r = 1/(1 + e^{2u}): tanh u = 1 − 2r and 1 − tanh²u = 4·r·(r·e^{2u}), which keeps its relative
     accuracy where the tanh saturates, on either side. (The hardware's tanh.approx is only good to 2⁻¹¹.)
     """
-    if not part.softcap:
+    if not flags.softcap:
         return u, None
     softcap = operands["softcap"]
     growth = exp2(u * (operands["inverse_softcap"] * (2.0 * LOG2_E)))
@@ -107,78 +116,78 @@ def capped(part: Epilogue, u, operands):
     return softcap - r * (softcap * 2.0), r * 4.0 * at_most_one(r * growth)
 
 
-def forward_epilogue(part: Epilogue):
+def forward_epilogue(flags: EpilogueFlags):
     """The store-free forward: logits go to reductions, none to memory."""
 
     def forward(acc, **operands):
-        u = biased(part, acc, operands)
-        z, _ = capped(part, u, operands)
+        u = biased(flags, acc, operands)
+        z, _ = capped(flags, u, operands)
         outputs = {"lse": z, "target_logit": u}
-        if part.smoothing:
-            outputs["weighted_sum"] = (z, operands["ce_weight"]) if part.ce_weight else z
-        if part.argmax:
+        if flags.smoothing:
+            outputs["weighted_sum"] = (z, operands["ce_weight"]) if flags.ce_weight else z
+        if flags.argmax:
             outputs["argmax"] = z
         return outputs
 
-    return _with_operands(forward, part.forward_operands)
+    return _with_operands(forward, flags.forward_operands)
 
 
-def backward_epilogue(part: Epilogue):
+def backward_epilogue(flags: EpilogueFlags):
     """dz of one tile of the vocabulary, recomputed from the accumulator and the row's lse.
 
     The difference z − lse comes first: it is small wherever p is not, so large logits cost no accuracy.
     """
 
     def backward(acc, **operands):
-        z, slope = capped(part, biased(part, acc, operands), operands)
+        z, slope = capped(flags, biased(flags, acc, operands), operands)
         dz = exp2((z - operands["lse"]) * LOG2_E) * operands["row_a"]
-        if part.smoothing:
-            dz = dz - (operands["row_c"] * operands["ce_weight"] if part.ce_weight else operands["row_c"])
-        if part.softcap:
+        if flags.smoothing:
+            dz = dz - (operands["row_c"] * operands["ce_weight"] if flags.ce_weight else operands["row_c"])
+        if flags.softcap:
             dz = dz * slope
         return {"D": dz}
 
-    return _with_operands(backward, part.backward_operands)
+    return _with_operands(backward, flags.backward_operands)
 
 
-def exp_epilogue(part: Epilogue, headroom: int):
+def exp_epilogue(flags: EpilogueFlags, headroom: int):
     """Exponentials relative to the tile's maximum: they keep bf16's relative precision whatever the logits' size,
     which stored logits do not. headroom: their scale 2^headroom, which keeps small ones normal numbers in fp16.
 
     Raises ValueError for a cap with label smoothing, whose dz such exponentials do not hold."""
-    if part.softcap and part.smoothing:
+    if flags.softcap and flags.smoothing:
         raise ValueError("exponentials of a capped logit hold its slope: label smoothing would need both apart")
 
     def exponentials(acc, **operands):
-        u = biased(part, acc, operands)
-        z, slope = capped(part, u, operands)
-        m, _ = capped(part, operands["tile_max"], operands)
+        u = biased(flags, acc, operands)
+        z, slope = capped(flags, u, operands)
+        m, _ = capped(flags, operands["tile_max"], operands)
         e = exp2((z - m) * LOG2_E + float(headroom))
-        outputs = {"D": e * slope if part.softcap else e, "sum_exp": e, "target_logit": u}
-        if part.smoothing:
-            outputs["weighted_sum"] = (z, operands["ce_weight"]) if part.ce_weight else z
-        if part.argmax:
+        outputs = {"D": e * slope if flags.softcap else e, "sum_exp": e, "target_logit": u}
+        if flags.smoothing:
+            outputs["weighted_sum"] = (z, operands["ce_weight"]) if flags.ce_weight else z
+        if flags.argmax:
             outputs["is_max"] = z - m
         return outputs
 
-    return _with_operands(exponentials, part.exp_operands)
+    return _with_operands(exponentials, flags.exp_operands)
 
 
-def exp_prepass(part: Epilogue):
+def exp_prepass(flags: EpilogueFlags):
     """u for the tile's maximum, before anything is stored."""
 
     def prepass(acc, **operands):
-        return {"tile_max": biased(part, acc, operands)}
+        return {"tile_max": biased(flags, acc, operands)}
 
-    return _with_operands(prepass, ("bias",) * part.bias)
+    return _with_operands(prepass, ("bias",) * flags.bias)
 
 
-def dz_of_exp(part: Epilogue, headroom: int, e, operands):
+def dz_of_exp(flags: EpilogueFlags, headroom: int, e, operands):
     """dz at v ≠ t_i from the exponentials stored for it, which hold the cap's slope, and m, the tile's maximum of z."""
     scale = exp2((operands["m"] - operands["lse"]) * LOG2_E - float(headroom))
     dz = e * (scale * operands["row_a"])
-    if part.smoothing:
-        dz = dz - (operands["row_c"] * operands["ce_weight"] if part.ce_weight else operands["row_c"])
+    if flags.smoothing:
+        dz = dz - (operands["row_c"] * operands["ce_weight"] if flags.ce_weight else operands["row_c"])
     return dz
 
 

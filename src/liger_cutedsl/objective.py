@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from liger_cutedsl.call import Problem
-from liger_cutedsl.epilogues import Epilogue, capped
+from liger_cutedsl.epilogues import EpilogueFlags, capped
 from liger_cutedsl.options import LossOptions
 
 
@@ -199,7 +199,7 @@ def log_prob_and_slope(stats: RowStatistics, options: LossOptions) -> tuple[torc
     if options.softcap is None:
         return stats.target_logit - stats.lse, None
     scalars = {"softcap": options.softcap, "inverse_softcap": 1.0 / options.softcap}
-    z, slope = capped(Epilogue(softcap=True), stats.target_logit, scalars)
+    z, slope = capped(EpilogueFlags(softcap=True), stats.target_logit, scalars)
     return z - stats.lse, slope
 
 

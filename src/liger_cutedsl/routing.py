@@ -10,15 +10,13 @@ from dataclasses import replace
 import torch
 
 from liger_cutedsl.call import Problem, WantedGradients
-from liger_cutedsl.engines import KernelFailure, make_engine
+from liger_cutedsl.engines import KernelFailure, architectures, make_engine
 from liger_cutedsl.epilogues import EXACT_INDICES
 from liger_cutedsl.route import Route, Settings
 from liger_cutedsl.schedules import IN_ORDER_OF_PREFERENCE, liger_triton
 from liger_cutedsl.schedules.schedule import Task
 from liger_cutedsl.split import WHOLE, Split
 from liger_cutedsl.user_warnings import warn_user
-
-CUTE_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 
 
 def choose_route(problem: Problem, wanted: WantedGradients, settings: Settings, split: Split = WHOLE) -> Route:
@@ -132,8 +130,8 @@ def cute_obstacle(task: Task) -> str | None:
     if not torch.cuda.is_initialized() and not torch.cuda.is_available():  # fake tensors
         return "the CuTe kernels need a GPU, and torch finds none here"
     capability = torch.cuda.get_device_capability(problem.device)
-    if capability not in CUTE_CAPABILITIES:
-        return "the CuTe kernels need sm_90, sm_100 or sm_103, and this GPU is sm_{}{}".format(*capability)
+    if architectures.of(capability) is None:
+        return "the CuTe kernels need {}, and this GPU is sm_{}{}".format(architectures.supported_names(), *capability)
     if problem.gemm_dtype not in (torch.bfloat16, torch.float16):
         return f"the CuTe kernels multiply bfloat16 or float16, not {str(problem.gemm_dtype).removeprefix('torch.')}"
     if problem.hidden % 8:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from liger_cutedsl.engines import KernelFailure
-from liger_cutedsl.epilogues import Epilogue
+from liger_cutedsl.epilogues import EpilogueFlags
 from liger_cutedsl.options import python_scalar
 
 _Said = tuple[int | None, int, int | None]
@@ -44,7 +44,7 @@ class VocabShard:
         group = dist.group.WORLD if group is None else group
         rows, device = problem.vocab, problem.device
         said = _checked("vocab_start", vocab_start, 0), rows, _checked("vocab_size", vocab_size, 1)
-        kernels = (Epilogue.of(problem), problem.gemm_dtype, problem.hidden)
+        kernels = (EpilogueFlags.of(problem), problem.gemm_dtype, problem.hidden)
         key = _key(group, said, device)
         if key in _known_shards:
             known, agreed_kernels, _ = _known_shards[key]

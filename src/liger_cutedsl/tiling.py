@@ -15,12 +15,27 @@ ROW_MULTIPLE = 8
 # dz has spare columns: what a row without a target in the tile would write over its target goes there.
 SPARE_COLUMNS = ROW_MULTIPLE
 
-
-# Multiply-adds in the time a byte takes to be read or written: 350 T/s over 4.3 TB/s.
-PER_BYTE = 81
-
 # single_pass reads and writes dW once a chunk, under a long product: that costs about as much as this many tokens.
 DW_PASS_TOKENS = 130
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What planning takes a GPU and its cuBLAS to do.
+
+    per_byte: multiply-adds in the time a byte takes to be read or written.
+    weight_tile_m, weight_tile_n: what cuBLAS takes for a large product such as dW (columns × H).
+    dw_pass_tokens: how many tokens' products cost as much as reading and writing dW under one of them.
+    """
+
+    per_byte: int
+    weight_tile_m: int
+    weight_tile_n: int
+    dw_pass_tokens: int
+
+
+# Measured: 350 T/s over 4.3 TB/s. Other GPUs take it until they are.
+H200 = Calibration(per_byte=81, weight_tile_m=128, weight_tile_n=256, dw_pass_tokens=DW_PASS_TOKENS)
 
 
 class Tile(NamedTuple):
@@ -61,19 +76,17 @@ class WaveModel:
     multiprocessors: int
     tile_m: int
     tile_n: int
-    # What cuBLAS takes for a large product such as dW (columns × H).
-    weight_tile_m: int = 128
-    weight_tile_n: int = 256
+    calibration: Calibration = H200
 
     def cost(self, width: int, tokens: int, hidden: int) -> int:
         """Relative time of a tile: its dz and dW GEMMs, and reading and writing dX's fp32 sum once.
 
         (dX's own waves do not depend on the width.)
         """
-
+        gpu = self.calibration
         dz = self._waves(tokens, width, self.tile_m, self.tile_n) * hidden
-        dw = self._waves(width, hidden, self.weight_tile_m, self.weight_tile_n) * tokens
-        return dz + dw + 8 * PER_BYTE * tokens * hidden
+        dw = self._waves(width, hidden, gpu.weight_tile_m, gpu.weight_tile_n) * tokens
+        return dz + dw + 8 * gpu.per_byte * tokens * hidden
 
     def _waves(self, rows: int, columns: int, tile_m: int, tile_n: int) -> int:
         """Elements of the output that the waves could have computed."""
@@ -84,15 +97,18 @@ class WaveModel:
     def best_chunk(self, tokens: int, vocab: int, hidden: int, largest: int) -> int:
         """The chunk of tokens up to `largest` in which single_pass takes the least predicted time, among those that
         divide the tokens equally."""
-        matrix = vocab * hidden  # each GEMM of a chunk, however short, reads W or reads and writes dW, in 16 bits
+        gpu = self.calibration
+        matrix = vocab * hidden
+        # each GEMM of a chunk, however short, reads W or reads and writes dW, in 16 bits
+        reading = 2 * gpu.per_byte * matrix
 
         def cost(rows):
             e = self._waves(rows, vocab, self.tile_m, self.tile_n) * hidden
-            dx = self._waves(rows, hidden, self.weight_tile_m, self.weight_tile_n) * vocab
+            dx = self._waves(rows, hidden, gpu.weight_tile_m, gpu.weight_tile_n) * vocab
             if dx > 1.3 * rows * matrix:  # cuBLAS would rather split the sum over the vocabulary
                 dx = 1.1 * rows * matrix
-            dw = (rows + DW_PASS_TOKENS) * matrix
-            return max(e, 2 * PER_BYTE * matrix) + max(dx, 2 * PER_BYTE * matrix) + max(dw, 4 * PER_BYTE * matrix)
+            dw = (rows + gpu.dw_pass_tokens) * matrix
+            return max(e, reading) + max(dx, reading) + max(dw, 2 * reading)
 
         fewest = -(-tokens // largest)
         equal = (-(-tokens // count // TILE_QUANTUM) * TILE_QUANTUM for count in range(fewest, 2 * fewest + 1))

@@ -11,7 +11,7 @@ import torch
 from liger_cutedsl.call import Problem
 from liger_cutedsl.epilogues import (
     LOWEST_MAXIMUM,
-    Epilogue,
+    EpilogueFlags,
     backward_epilogue,
     capped,
     dz_of_exp,
@@ -19,6 +19,7 @@ from liger_cutedsl.epilogues import (
     exp_headroom,
     exp_prepass,
     forward_epilogue,
+    vocabulary_operands,
 )
 from liger_cutedsl.gemm import matmul
 from liger_cutedsl.objective import RowCoefficients, RowStatistics
@@ -26,95 +27,39 @@ from liger_cutedsl.tiling import Tile, vocabulary_tiles
 
 
 class TorchEngine:
-    """dz_dtype: the dtype of dz between its GEMM and the gradient GEMMs; None for the compute dtype."""
+    """An Engine that needs nothing but PyTorch.
+
+    dz_dtype: the dtype of dz between its GEMM and the gradient GEMMs; None for the compute dtype.
+    """
 
     name = "torch"
 
     def __init__(self, dz_dtype: torch.dtype | None = None):
         self._dz_dtype = dz_dtype
 
-    def dz_dtype(self, gemm_dtype: torch.dtype) -> torch.dtype:
-        """What dz, and exponentials, are stored in for matrices multiplied in gemm_dtype."""
-        return self._dz_dtype or torch.promote_types(gemm_dtype, torch.float32)
-
-    def column_bytes(self, problem: Problem) -> int:
-        """Workspace a column of a vocabulary tile takes: (N, tile) temporaries, as many as measured, and a row of W,
-        widened."""
-        temporaries = 6 if problem.options.softcap is None else 9
-        return problem.compute_dtype.itemsize * (temporaries * problem.tokens + problem.hidden)
-
-    def tile_width(self, problem: Problem, fitting: int, kept: int) -> int:
-        return min(fitting, 8192)  # wider tiles gain nothing
-
-    def forward_bytes(self, problem: Problem, tile_width: int, kept: int) -> int:
-        kept_part = self._exp_temporaries(problem, problem.tokens) if kept else 0
-        return max(self.column_bytes(problem) * tile_width, kept_part)
-
-    def gemm_operand(self, x: torch.Tensor) -> torch.Tensor:
-        """A matrix in the dtype this engine multiplies in."""
-        return x if x.dtype == torch.float64 else x.float()
-
     def row_statistics(self, problem: Problem, tile_width: int) -> RowStatistics:
-        """Log-sum-exp, target logit and what the options ask for, one vocabulary tile at a time."""
-        part = Epilogue.of(problem)
-        epilogue, x, fold = forward_epilogue(part), self.gemm_operand(problem.x), _RowFold(problem)
+        flags = EpilogueFlags.of(problem)
+        epilogue, x, fold = forward_epilogue(flags), self.gemm_operand(problem.x), _RowFold(problem)
         for tile in vocabulary_tiles(problem.vocab, tile_width):
             acc = self._accumulator(x, problem, tile)
-            fold.add(epilogue(acc, **_operand_values(part.forward_operands, problem, tile)), tile)
+            fold.add(epilogue(acc, **_broadcast_operands(flags.forward_operands, problem, tile)), tile)
         return fold.result()
 
-    def dz_tile(
-        self,
-        problem: Problem,
-        lse: torch.Tensor,
-        coefficients: RowCoefficients,
-        tile: Tile,
-        out: torch.Tensor,
-    ) -> None:
-        """Writes dz of the tile's columns into out (N, tile width), except the targets' own entries."""
-        part = Epilogue.of(problem)
-        values = _operand_values(part.backward_operands, problem, tile)
-        for name, column in (("lse", lse), ("row_a", coefficients.a), ("row_c", coefficients.c)):
-            if name in part.backward_operands:
-                values[name] = column[:, None]
-        acc = self._accumulator(self.gemm_operand(problem.x), problem, tile)
-        out.copy_(backward_epilogue(part)(acc, **values)["D"])
-
-    def exp_tile(self, problem: Problem) -> int:
-        """Columns that share a maximum in exp_chunk: as many as in the CuTe engine, so that tests see their edges."""
-        return 192
-
-    def chunk_bytes(self, problem: Problem, rows: int) -> int:
-        """Workspace of a chunk of `rows` tokens: exponentials, temporaries of a tile, and a 16-bit W, or its gradient,
-        widened."""
-        widened = problem.vocab * problem.hidden if problem.gemm_dtype.itemsize == 2 else 0
-        numbers = rows * problem.vocab + problem.tokens * 8 + widened
-        return problem.compute_dtype.itemsize * numbers + self._exp_temporaries(problem, rows)
-
-    def _exp_temporaries(self, problem: Problem, rows: int) -> int:
-        """Bytes of the temporaries of a tile of exponentials, as many as measured."""
-        temporaries = 6 + 2 * (problem.bias is not None) + 4 * (problem.options.softcap is not None)
-        return problem.compute_dtype.itemsize * temporaries * rows * self.exp_tile(problem)
-
-    def chunk_size(self, problem: Problem, fitting: int) -> int:
-        return fitting
-
     def exp_chunk(self, problem: Problem, out: torch.Tensor) -> tuple[RowStatistics, torch.Tensor]:
-        """Exponentials relative to their tile's maximum into out (n, V); statistics, and the maxima of z (n, tiles)."""
-        part, headroom = Epilogue.of(problem), exp_headroom(out.dtype)
-        epilogue, prepass = exp_epilogue(part, headroom), exp_prepass(part)
+        flags, headroom = EpilogueFlags.of(problem), exp_headroom(out.dtype)
+        epilogue, prepass = exp_epilogue(flags, headroom), exp_prepass(flags)
         x, fold, maxima = self.gemm_operand(problem.x), _RowFold(problem), []
         for tile in vocabulary_tiles(problem.vocab, self.exp_tile(problem)):
             acc = self._accumulator(x, problem, tile)
-            values = _operand_values(part.forward_operands, problem, tile)
+            values = _broadcast_operands(flags.forward_operands, problem, tile)
             u = prepass(acc, **{name: values[name] for name in values if name == "bias"})["tile_max"]
             tile_max = u.amax(dim=1).clamp(min=LOWEST_MAXIMUM)
-            maxima.append(capped(part, tile_max, values)[0])
+            maxima.append(capped(flags, tile_max, values)[0])
             outputs = epilogue(acc, **values, tile_max=tile_max[:, None])
             out[:, tile.columns] = outputs["D"]
             sums = outputs["sum_exp"].sum(dim=1) * 2.0**-headroom
             outputs["lse"] = (sums.log() + maxima[-1])[:, None]
-            if part.argmax:  # the maxima are exactly m again
+            if flags.argmax:  # the maxima are exactly m again
                 outputs["argmax"] = outputs.pop("is_max") + maxima[-1][:, None]
             fold.add(outputs, tile)
         return fold.result(), torch.stack(maxima, dim=1)
@@ -125,40 +70,78 @@ class TorchEngine:
         e: torch.Tensor,
         maxima: torch.Tensor,
         lse: torch.Tensor,
-        rows: RowCoefficients,
+        coefficients: RowCoefficients,
         column_sums: bool,
     ) -> torch.Tensor | None:
-        """Turns exponentials (n, V) into dz in place, the targets' own entries exact. column_sums: returns Σ_i dz."""
-        part, headroom = Epilogue.of(problem), exp_headroom(e.dtype)
+        flags, headroom = EpilogueFlags.of(problem), exp_headroom(e.dtype)
+        a, c = coefficients.a, coefficients.c
         for index, tile in enumerate(vocabulary_tiles(problem.vocab, self.exp_tile(problem))):
-            names = (*part.logit_operands, *(("ce_weight",) * part.ce_weight))
-            values = _operand_values(names, problem, tile)
-            for name, column in (("lse", lse), ("row_a", rows.a), ("row_c", rows.c), ("m", maxima[:, index])):
-                if column is not None:
-                    values[name] = column[:, None]
-            e[:, tile.columns] = dz_of_exp(part, headroom, e[:, tile.columns].to(lse.dtype), values)
-        owner = problem.target.long()[:, None]
-        valid = (owner >= 0) & (owner < problem.vocab)
-        fix = torch.where(valid, rows.fix.to(e.dtype)[:, None], e.gather(1, owner.clamp(0, problem.vocab - 1)))
-        e.scatter_(1, owner.clamp(0, problem.vocab - 1), fix)
+            names = (*flags.logit_operands, *(("ce_weight",) * flags.ce_weight))
+            values = _broadcast_operands(names, problem, tile)
+            for name, vector in (("lse", lse), ("row_a", a), ("row_c", c), ("m", maxima[:, index])):
+                if vector is not None:
+                    values[name] = vector[:, None]
+            e[:, tile.columns] = dz_of_exp(flags, headroom, e[:, tile.columns].to(lse.dtype), values)
+        target = problem.target.long()[:, None]
+        column = target.clamp(0, problem.vocab - 1)
+        fix = torch.where(target == column, coefficients.fix.to(e.dtype)[:, None], e.gather(1, column))
+        e.scatter_(1, column, fix)
         return e.sum(dim=0, dtype=problem.compute_dtype) if column_sums else None
+
+    def dz_tile(
+        self, problem: Problem, lse: torch.Tensor, coefficients: RowCoefficients, tile: Tile, out: torch.Tensor
+    ) -> None:
+        flags = EpilogueFlags.of(problem)
+        values = _broadcast_operands(flags.backward_operands, problem, tile)
+        for name, vector in (("lse", lse), ("row_a", coefficients.a), ("row_c", coefficients.c)):
+            if name in flags.backward_operands:
+                values[name] = vector[:, None]
+        acc = self._accumulator(self.gemm_operand(problem.x), problem, tile)
+        out.copy_(backward_epilogue(flags)(acc, **values)["D"])
+
+    def gemm_operand(self, matrix: torch.Tensor) -> torch.Tensor:
+        return matrix if matrix.dtype == torch.float64 else matrix.float()
+
+    def dz_dtype(self, gemm_dtype: torch.dtype) -> torch.dtype:
+        return self._dz_dtype or torch.promote_types(gemm_dtype, torch.float32)
+
+    def tile_width(self, problem: Problem, fitting: int, kept: int) -> int:
+        return min(fitting, 8192)  # wider tiles gain nothing
+
+    def column_bytes(self, problem: Problem) -> int:
+        """(N, tile) temporaries, as many as measured, and a row of W, widened."""
+        temporaries = 6 if problem.options.softcap is None else 9
+        return problem.compute_dtype.itemsize * (temporaries * problem.tokens + problem.hidden)
+
+    def forward_bytes(self, problem: Problem, tile_width: int, kept: int) -> int:
+        kept_part = self._exp_temporaries(problem, problem.tokens) if kept else 0
+        return max(self.column_bytes(problem) * tile_width, kept_part)
+
+    def exp_tile(self, problem: Problem) -> int:
+        """As many as in the CuTe engine on Hopper, so that tests see their edges."""
+        return 192
+
+    def chunk_size(self, problem: Problem, fitting: int) -> int:
+        return fitting
+
+    def chunk_bytes(self, problem: Problem, rows: int) -> int:
+        """Exponentials, temporaries of a tile, and a 16-bit W, or its gradient, widened."""
+        widened = problem.vocab * problem.hidden if problem.gemm_dtype.itemsize == 2 else 0
+        numbers = rows * problem.vocab + problem.tokens * 8 + widened
+        return problem.compute_dtype.itemsize * numbers + self._exp_temporaries(problem, rows)
+
+    def _exp_temporaries(self, problem: Problem, rows: int) -> int:
+        """Bytes of the temporaries of a tile of exponentials, as many as measured."""
+        temporaries = 6 + 2 * (problem.bias is not None) + 4 * (problem.options.softcap is not None)
+        return problem.compute_dtype.itemsize * temporaries * rows * self.exp_tile(problem)
 
     def _accumulator(self, x: torch.Tensor, problem: Problem, tile: Tile) -> torch.Tensor:
         acc = x.new_empty(problem.tokens, tile.width)
         return matmul(x, self.gemm_operand(problem.weight[tile.columns]).t(), out=acc)
 
 
-def _operand_values(names, problem: Problem, tile: Tile) -> dict:
-    """The row vectors and scalars among an epilogue's operands."""
-    values = {}
-    if "bias" in names:
-        values["bias"] = problem.bias[None, tile.columns]
-    if "ce_weight" in names:
-        values["ce_weight"] = problem.ce_weight[None, tile.columns]
-    if "softcap" in names:
-        values["softcap"] = problem.options.softcap
-        values["inverse_softcap"] = 1.0 / problem.options.softcap
-    return values
+def _broadcast_operands(names, problem: Problem, tile: Tile) -> dict:
+    return vocabulary_operands(names, problem, lambda vector: vector[None, tile.columns])
 
 
 class _RowFold:

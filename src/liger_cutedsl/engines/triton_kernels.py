@@ -10,28 +10,42 @@ import triton.language as tl
 
 
 @triton.jit
-def _fold_lse(partials, lse, tiles, stride, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _fold(tile_max, sums, lse, tiles, headroom, WITH_SUMS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * tiles
     largest, total = float("-inf"), 0.0
     for start in range(0, tiles, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        value = tl.load(partials + row * stride + column, mask=column < tiles, other=float("-inf"))
-        new = tl.maximum(largest, tl.max(value, 0))
+        here = column < tiles
+        m = tl.load(tile_max + row + column, mask=here, other=float("-inf"))
+        new = tl.maximum(largest, tl.max(m, 0))
         shift = tl.where(new == float("-inf"), 0.0, new)  # −inf − (−inf) is NaN
-        total = total * tl.exp(largest - shift) + tl.sum(tl.exp(value - shift), 0)
+        term = tl.exp(m - shift)
+        if WITH_SUMS:
+            term *= tl.load(sums + row + column, mask=here, other=0.0)
+        total = total * tl.exp(largest - shift) + tl.sum(term, 0)
         largest = new
     shift = tl.where(largest == float("-inf"), 0.0, largest)
-    tl.store(lse + row, tl.log(total) + shift)
+    tl.store(lse + tl.program_id(0), tl.log(total) + (shift - headroom * 0.6931471805599453))
+
+
+def fold_exp(tile_max: torch.Tensor, sums: torch.Tensor | None, headroom: int) -> torch.Tensor:
+    """lse (N,) of exponentials' tile maxima and sums (N, tiles), contiguous float32; the sums carry 2^headroom.
+
+    sums: None where all are 1. NaN gives NaN.
+    """
+    n, tiles = tile_max.shape
+    lse = torch.empty(n, dtype=torch.float32, device=tile_max.device)
+    with torch.cuda.device(lse.device):
+        block = min(1024, triton.next_power_of_2(tiles))
+        with_sums = sums is not None
+        terms = sums if with_sums else lse  # which is not read
+        _fold[(n,)](tile_max, terms, lse, tiles, float(headroom), WITH_SUMS=with_sums, BLOCK=block, num_warps=4)
+    return lse
 
 
 def fold_lse(partials: torch.Tensor) -> torch.Tensor:
-    """(N,) log Σ_j exp partials[i, j] of (N, tiles) float32. NaN partials give NaN."""
-    n, tiles = partials.shape
-    lse = torch.empty(n, dtype=torch.float32, device=partials.device)
-    with torch.cuda.device(partials.device):
-        block = min(1024, triton.next_power_of_2(tiles))
-        _fold_lse[(n,)](partials, lse, tiles, partials.stride(0), BLOCK=block, num_warps=4)
-    return lse
+    """(N,) log Σ_j exp partials[i, j] of (N, tiles), contiguous float32. NaN partials give NaN."""
+    return fold_exp(partials, None, 0)
 
 
 @triton.jit
@@ -83,37 +97,10 @@ def scale_in_place(data: torch.Tensor, factor: torch.Tensor) -> None:
 
 
 @triton.jit
-def _fold_exp(tile_max, sums, lse, tiles, headroom, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * tiles
-    largest, total = float("-inf"), 0.0
-    for start in range(0, tiles, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        here = column < tiles
-        m = tl.load(tile_max + row + column, mask=here, other=float("-inf"))
-        s = tl.load(sums + row + column, mask=here, other=0.0)
-        new = tl.maximum(largest, tl.max(m, 0))
-        shift = tl.where(new == float("-inf"), 0.0, new)  # −inf − (−inf) is NaN
-        total = total * tl.exp(largest - shift) + tl.sum(s * tl.exp(m - shift), 0)
-        largest = new
-    shift = tl.where(largest == float("-inf"), 0.0, largest)
-    tl.store(lse + tl.program_id(0), tl.log(total) + (shift - headroom * 0.6931471805599453))
-
-
-def fold_exp(tile_max: torch.Tensor, sums: torch.Tensor, headroom: int) -> torch.Tensor:
-    """lse (N,) of exponentials' tile maxima and sums (N, tiles), contiguous float32; the sums carry 2^headroom."""
-    n, tiles = tile_max.shape
-    lse = torch.empty(n, dtype=torch.float32, device=tile_max.device)
-    with torch.cuda.device(lse.device):
-        block = min(1024, triton.next_power_of_2(tiles))
-        _fold_exp[(n,)](tile_max, sums, lse, tiles, float(headroom), BLOCK=block, num_warps=4)
-    return lse
-
-
-@triton.jit
 def _dz_of_exp(
     e,
     stride,
-    tile_max,
+    maxima,
     tiles,
     lse,
     row_a,
@@ -147,7 +134,7 @@ def _dz_of_exp(
     for index in range(0, tl.minimum(ROWS, rows - first)):
         row = first + index
         value = tl.load(e + row * stride + column, mask=here, other=0.0).to(tl.float32)
-        maximum = tl.load(tile_max + row * tiles + grain * GRAIN // TILE, mask=grain * GRAIN < vocab, other=0.0)
+        maximum = tl.load(maxima + row * tiles + grain * GRAIN // TILE, mask=grain * GRAIN < vocab, other=0.0)
         scale = tl.exp2((maximum - tl.load(lse + row)) * log2_e - headroom) * tl.load(row_a + row)
         dz = value * scale[:, None]
         if SMOOTHING:
@@ -170,11 +157,11 @@ SUMMED_ROWS = 64  # rows whose columns one block of _dz_of_exp sums: their float
 
 
 def dz_of_exp(
-    problem, e: torch.Tensor, tile_max, lse, rows, tile_n: int, headroom: int, column_sums: bool
+    problem, e: torch.Tensor, maxima, lse, coefficients, tile_n: int, headroom: int, column_sums: bool
 ) -> torch.Tensor | None:
     """Exponentials (n, V) to dz in place, the targets' own entries exact: epilogues.dz_of_exp in one pass.
 
-    tile_max (n, tiles) and the row vectors are contiguous float32; e's rows are contiguous.
+    maxima (n, tiles) and the row vectors are contiguous float32; e's rows are contiguous.
     column_sums: return Σ_i dz (V,) too, in float32, of dz before its rounding.
     """
     options, unused = problem.options, lse
@@ -187,12 +174,12 @@ def dz_of_exp(
         _dz_of_exp[(triton.cdiv(n, at_once), triton.cdiv(vocab, block))](
             e,
             e.stride(0),
-            tile_max,
-            tile_max.shape[1],
+            maxima,
+            maxima.shape[1],
             lse,
-            rows.a,
-            rows.c if options.smoothing else unused,
-            rows.fix,
+            coefficients.a,
+            coefficients.c if options.smoothing else unused,
+            coefficients.fix,
             problem.target.contiguous(),
             unused if problem.ce_weight is None else problem.ce_weight,
             sums,

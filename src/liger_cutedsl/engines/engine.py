@@ -1,0 +1,98 @@
+"""Engine: what a schedule asks of PyTorch or of the CuTe kernels."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from liger_cutedsl.call import Problem
+from liger_cutedsl.objective import RowCoefficients, RowStatistics
+from liger_cutedsl.tiling import Tile
+
+
+class KernelFailure(RuntimeError):
+    """A kernel of the CuTe engine could not be compiled or launched."""
+
+
+class Engine(Protocol):
+    """The primitives of a pass over the vocabulary, and what they need. An engine keeps nothing of one call for another.
+
+    The problems that the first four methods take are as Problem.for_kernels makes them: x (N, H) and weight (V, H) in
+    the dtype they are multiplied in, bias and ce_weight in the compute dtype. Row vectors are (N,) in the compute
+    dtype. A target outside [0, V), such as one of another part of the vocabulary, belongs to no column.
+
+    name: "torch" or "cute", as in Route.engine.
+    """
+
+    name: str
+
+    # What it computes.
+
+    def row_statistics(self, problem: Problem, tile_width: int) -> RowStatistics:
+        """The statistics that the options ask for, over the whole vocabulary. No logit is stored beyond tile_width
+        columns."""
+        ...
+
+    def exp_chunk(self, problem: Problem, out: torch.Tensor) -> tuple[RowStatistics, torch.Tensor]:
+        """Writes exponentials relative to their tile's maximum, exp(z − m)·dz/du·2^headroom (epilogues.py), into
+        out (N, V), of dtype dz_dtype, whose rows start at multiples of 16 bytes. Tiles are exp_tile columns wide.
+
+        Returns the statistics and the maxima m (N, tiles), in the compute dtype. Not for options.needs_slope_apart.
+        """
+        ...
+
+    def scale_chunk(
+        self,
+        problem: Problem,
+        e: torch.Tensor,
+        maxima: torch.Tensor,
+        lse: torch.Tensor,
+        coefficients: RowCoefficients,
+        column_sums: bool,
+    ) -> torch.Tensor | None:
+        """Turns what exp_chunk wrote, e (N, V) with its maxima, into dz in place, the targets' own entries
+        (coefficients.fix) included. column_sums: returns Σ_i dz (V,) in the compute dtype; else None."""
+        ...
+
+    def dz_tile(
+        self, problem: Problem, lse: torch.Tensor, coefficients: RowCoefficients, tile: Tile, out: torch.Tensor
+    ) -> None:
+        """Writes dz of the tile's columns, recomputed, into out (N, tile.width) of dtype dz_dtype. The targets' own
+        entries are the caller's to overwrite with coefficients.fix."""
+        ...
+
+    def gemm_operand(self, matrix: torch.Tensor) -> torch.Tensor:
+        """The matrix in the dtype in which this engine multiplies it with dz: itself, or a wider copy."""
+        ...
+
+    # What it knows about its needs. Nothing is launched; fake tensors will do.
+
+    def dz_dtype(self, gemm_dtype: torch.dtype) -> torch.dtype:
+        """What dz, and exponentials, are stored in for matrices multiplied in gemm_dtype."""
+        ...
+
+    def tile_width(self, problem: Problem, fitting: int, kept: int) -> int:
+        """The best width of recompute's tiles behind the first `kept` columns, where `fitting` columns' workspace fits
+        the budget: more than that only where none would be reasonable."""
+        ...
+
+    def column_bytes(self, problem: Problem) -> int:
+        """Workspace that recompute's backward takes for each column of a tile."""
+        ...
+
+    def forward_bytes(self, problem: Problem, tile_width: int, kept: int) -> int:
+        """Workspace that recompute's forward takes beside the exponentials of the first `kept` columns."""
+        ...
+
+    def exp_tile(self, problem: Problem) -> int:
+        """Columns that share a maximum in exp_chunk."""
+        ...
+
+    def chunk_size(self, problem: Problem, fitting: int) -> int:
+        """The best number of tokens for single_pass's chunks, at most `fitting`."""
+        ...
+
+    def chunk_bytes(self, problem: Problem, rows: int) -> int:
+        """Workspace of a chunk of `rows` tokens, its exponentials included: so much, and so much more for each row."""
+        ...
