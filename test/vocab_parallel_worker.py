@@ -249,7 +249,7 @@ def suite_changed_on_gpus():
 
 def suite_changes():
     """As on a GPU, where the sizes are read in a shard's first call alone: what a later change on one rank does."""
-    from liger_cutedsl import split
+    from liger_cutedsl import split, testing
 
     on_cpu = split.agreed
 
@@ -276,7 +276,7 @@ def suite_changes():
     assert torch.isfinite(head(x, second, target, vocab_size=10 * WORLD + WORLD * (WORLD - 1)))
     assert torch.isfinite(head(x, weight, target))
     module.agreed = on_cpu
-    split._known_shards.clear()
+    testing.reset()
 
 
 def suite_dtensor():

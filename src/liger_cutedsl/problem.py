@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -213,7 +214,8 @@ def check_tensors(problem: Problem, empty_shard: bool = False) -> None:
 
 
 def is_dtensor(value) -> bool:
-    return type(value).__name__ == "DTensor"
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
 
 
 def _check_tensor(name, value, optional) -> None:
