@@ -1,6 +1,7 @@
 """The house: which module may import which, how large things get, and that ruff has nothing to say. Reads sources."""
 
 import ast
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -290,6 +291,18 @@ def test_modules_and_functions_stay_small(package):
 def test_private_names_of_others_are_used_in_compat_alone():
     wrong = [f"{m}: {p}" for m, source in sources(PACKAGE).items() if m != "compat" for p in privates(source)]
     assert not wrong, "these belong into compat.py, and into its PRIVATE:\n" + "\n".join(wrong)
+
+
+def test_readme_shows_the_house_as_it_is():
+    """What README names is there, and in the order in which modules stand."""
+    readme = (ROOT / "README.md").read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)", readme) if "://" not in link]
+    assert len(links) > 5 and not [link for link in links if not (ROOT / link).exists()]
+    rooms = re.findall(r"^\| (`.*`) \|", readme.partition("\n## The house\n")[2], re.MULTILINE)
+    floors = [[name.strip("`") for name in room.split(", ")] for room in rooms]
+    assert len(floors) > 8 and not [n for floor in floors for n in floor if not (FOLDERS[PACKAGE] / n).exists()]
+    heights = [line_of(name.removesuffix(".py").strip("/")) for floor in floors for name in floor]
+    assert heights == sorted(heights)
 
 
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=" ".join)
