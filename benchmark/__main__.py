@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,25 +20,10 @@ from tqdm import tqdm
 from benchmark import report, roofline
 from benchmark.implementations import IMPLEMENTATIONS
 from benchmark.measure import DISTRIBUTIONS, gradient_errors, measure
+from benchmark.records import RESULTS, environment, read, slug
 from benchmark.sweeps import Measurement, cpu_sweeps, gpu_sweeps, quick_sweeps
-from liger_cutedsl.versions import installed
 
 ACCURACY = ("recompute", "single_pass", "liger-triton", "quack-base", "quack-exp-2048", "cce", "torch")
-PACKAGES = ("torch", "triton", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy")
-
-
-def environment(device: str, command: str) -> dict:
-    """Everything a reader needs to judge the rows that follow it."""
-    found = {"kind": "environment", "command": command, "device": device}
-    found["versions"] = {"python": platform.python_version()}
-    found["versions"] |= {package: installed(package) or "not installed" for package in PACKAGES}
-    if device == "cuda":
-        found["gpu"] = torch.cuda.get_device_name()
-        query = "power.limit,clocks.sm,clocks.max.sm,driver_version"
-        answer = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True)
-        names = ("power_limit", "sm_clock", "max_sm_clock", "driver")
-        found.update(zip(names, answer.stdout.decode().strip().split("\n")[0].split(", "), strict=False))
-    return found
 
 
 def rows_of(measurement: Measurement, device: str):
@@ -96,9 +79,9 @@ def run(chosen) -> int:
     sweeps = cpu_sweeps() if chosen.cpu else quick_sweeps() if chosen.quick else gpu_sweeps()
     if chosen.sweep:
         sweeps = [m for m in sweeps if m.sweep in chosen.sweep]
-    path = Path(chosen.out) if chosen.out else report.RESULTS / f"{slug(device, chosen.quick)}.json"
+    path = Path(chosen.out) if chosen.out else RESULTS / f"{slug(device, chosen.quick)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    done = {(r["sweep"], r["label"]) for r in report.read(path) if r["kind"] == "time"} if path.exists() else set()
+    done = {(r["sweep"], r["label"]) for r in read(path) if r["kind"] == "time"} if path.exists() else set()
     with path.open("a") as out:
         words = [f"--{name}" for name in ("quick", "cpu") if getattr(chosen, name)]
         words += [f"--sweep {sweep}" for sweep in chosen.sweep or ()]
@@ -107,17 +90,11 @@ def run(chosen) -> int:
             for row in rows_of(measurement, device):
                 out.write(json.dumps(row) + "\n")
             out.flush()
-        if not chosen.quick and not chosen.sweep and not any(r["kind"] == "accuracy" for r in report.read(path)):
+        if not chosen.quick and not chosen.sweep and not any(r["kind"] == "accuracy" for r in read(path)):
             for row in tqdm(accuracy_rows(device, **(dict(tokens=64, vocab=500, hidden=32) if chosen.cpu else {}))):
                 out.write(json.dumps(row) + "\n")
-    print(report.text_table(report.read(path)))
+    print(report.text_table(read(path)))
     return 0
-
-
-def slug(device: str, quick: bool = False) -> str:
-    """The name of a results file: the GPU's."""
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    return name.lower().replace("nvidia ", "").replace(" ", "-") + ("-quick" if quick else "")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,7 +13,7 @@ python -m benchmark.experiments [N V H]        a table; needs a GPU
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,24 +25,28 @@ from liger_cutedsl.call import Problem, WantedGradients
 from liger_cutedsl.engines import make_engine
 from liger_cutedsl.engines.architectures import GemmTile
 from liger_cutedsl.gemm import matmul
-from liger_cutedsl.objective import RowCoefficients, RowStatistics, row_coefficients, row_weights
-from liger_cutedsl.routing import Settings, choose_route
+from liger_cutedsl.objective import RowCoefficients, dz_unit
+from liger_cutedsl.route import Settings
+from liger_cutedsl.routing import choose_route
 from liger_cutedsl.schedules import single_pass
-from liger_cutedsl.tiling import slices
+from liger_cutedsl.schedules.schedule import Task
 
 CHUNKS = (1024, 1408, 2048, 2816, 4096)
 
 
-def _problem(x, weight, target) -> Problem:
-    return Problem(x.detach(), weight.detach(), target, dense=True)
+def _problem_and_route(x, weight, target, chunk: int | None):
+    """A problem without ignored targets, and the route of single_pass: its own chunk, or a given one."""
+    problem, wanted = Problem(x.detach(), weight.detach(), target, dense=True), WantedGradients(x.dtype, weight.dtype)
+    route = choose_route(problem, wanted, Settings(schedule="single_pass"))
+    return problem, route if chunk is None else replace(route, chunk=chunk)
 
 
 def with_chunks(chunk: int) -> Implementation:
     """single_pass itself, with its chunk set rather than chosen."""
 
     def run(x, weight, target):
-        problem, wanted = _problem(x, weight, target), WantedGradients(x.dtype, weight.dtype)
-        route = replace(choose_route(problem, wanted, Settings(schedule="single_pass")), chunk=chunk)
+        problem, route = _problem_and_route(x, weight, target, chunk)
+        wanted = WantedGradients(x.dtype, weight.dtype)
         output, kept = single_pass.forward(make_engine(route.engine), problem, route, wanted)
         x.grad, weight.grad = kept.gradients.x, kept.gradients.weight
         return output.loss
@@ -52,115 +56,156 @@ def with_chunks(chunk: int) -> Implementation:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """The exponentials of a slice of the rows, and what turns them into dz."""
+    """The exponentials of a slice of the rows, what turns them into dz, and where their gradients go."""
 
     rows: slice
     problem: Problem
     e: torch.Tensor
     maxima: torch.Tensor
-    stats: RowStatistics
+    lse: torch.Tensor
     coefficients: RowCoefficients
+    engine: object
+    dx: torch.Tensor
+    dw: torch.Tensor
 
-    def scale(self, engine) -> None:
-        engine.scale_chunk(self.problem, self.e, self.maxima, self.stats.lse, self.coefficients, False)
+    def scale(self) -> None:
+        self.engine.scale_chunk(self.problem, self.e, self.maxima, self.lse, self.coefficients, False)
 
-    def dx(self, out: torch.Tensor) -> None:
-        matmul(self.e, self.problem.weight, out=out[self.rows])
+    def add_dx(self) -> None:
+        matmul(self.e, self.problem.weight, out=self.dx[self.rows])
 
-    def dw(self, out: torch.Tensor) -> None:
-        matmul(self.e.t(), self.problem.x, out=out, accumulate=self.rows.start > 0)
-
-
-def _chunks(engine, problem: Problem, size: int, buffers: int = 1) -> Iterator[_Chunk]:
-    """Computes exponentials chunk by chunk, as single_pass does, into each of the buffers in turn."""
-    weights, upstream = row_weights(problem), torch.ones((), device=problem.device)
-    memory = [torch.empty(size, problem.vocab, dtype=problem.x.dtype, device=problem.device) for _ in range(buffers)]
-    for index, rows in enumerate(slices(problem.tokens, size)):
-        part = problem.of(rows)
-        e = memory[index % buffers][: part.tokens]
-        stats, maxima = engine.exp_chunk(part, out=e)
-        coefficients = row_coefficients(stats, weights.of(rows), problem.options, upstream)
-        yield _Chunk(rows, part, e, maxima, stats, coefficients)
+    def add_dw(self) -> None:
+        matmul(self.e.t(), self.problem.x, out=self.dw, accumulate=self.rows.start > 0)
 
 
-def with_two_streams(size: int) -> Implementation:
-    """The scaling pass beside the GEMMs of the chunk before it."""
+class _WithStep:
+    """An engine for single_pass that takes a step of ours where it would scale a chunk's exponentials.
+
+    The step makes dX and dW as well: the schedule is asked for db alone, and has it summed from zeros. buffers: 2 for
+    exponentials that outlive the next chunk's step: every other chunk's lie in memory of our own.
+    """
+
+    def __init__(self, engine, problem: Problem, step: Callable[[_Chunk], None], gradients, buffers: int):
+        self.engine, self.step, self.gradients, self.buffers = engine, step, gradients, buffers
+        self.unit = dz_unit(problem, engine.dz_dtype(problem.x.dtype))
+        self.no_sums = torch.zeros(problem.vocab, dtype=torch.float32, device=problem.device)
+        self.chunks, self.tokens, self.own = 0, 0, None
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def exp_chunk(self, problem, out):
+        self.e = out
+        if self.chunks % self.buffers:
+            self.own = torch.empty_like(out) if self.own is None else self.own
+            self.e = self.own[: problem.tokens]
+        return self.engine.exp_chunk(problem, out=self.e)
+
+    def scale_chunk(self, problem, e, maxima, lse, coefficients, column_sums):
+        rows = slice(self.tokens, self.tokens + problem.tokens)
+        a, fix = coefficients.a / self.unit, coefficients.fix / self.unit  # no product here divides by the unit
+        row_values = (maxima, lse, RowCoefficients(a, None, fix))
+        self.step(_Chunk(rows, problem, self.e, *row_values, self.engine, *self.gradients))
+        self.chunks, self.tokens = self.chunks + 1, rows.stop
+        return self.no_sums
+
+
+def _experiment(
+    name: str, note: str, make_step: Callable[[], Callable[[_Chunk], None]], chunk: int | None = None, buffers: int = 1
+) -> Implementation:
+    """single_pass with another step for each chunk. A step with a `finish` has it called behind the last."""
 
     def make():
-        side = torch.cuda.Stream()
+        step = make_step()
 
         def run(x, weight, target):
-            problem, engine, main = _problem(x, weight, target), make_engine("cute"), torch.cuda.current_stream()
+            problem, route = _problem_and_route(x, weight, target, chunk)
             x.grad, weight.grad = torch.empty_like(problem.x), torch.empty_like(problem.weight)
-
-            def gradients(chunk):
-                chunk.dx(x.grad)
-                chunk.dw(weight.grad)
-
-            done = []  # what the side stream reads stays alive until it is done
-            for chunk in _chunks(engine, problem, size, buffers=2):
-                side.wait_stream(main)
-                with torch.cuda.stream(side):
-                    chunk.scale(engine)
-                if done:
-                    gradients(done[-1])
-                main.wait_stream(side)
-                done.append(chunk)
-            gradients(done[-1])
+            engine = _WithStep(make_engine(route.engine), problem, step, (x.grad, weight.grad), buffers)
+            nothing_but_db = Task(problem, WantedGradients(bias=torch.float32), Settings())
+            output, _ = single_pass.forward(engine, nothing_but_db, replace(route, dw_sum=None))
+            getattr(step, "finish", lambda: None)()
+            return output.loss
 
         return run
 
-    return Implementation(f"two streams, chunks of {size}", "scaling beside GEMMs", make)
+    return Implementation(name, note, make)
+
+
+class _TwoStreams:
+    """Scales a chunk on a stream of its own, beside the gradients of the one before."""
+
+    def __init__(self):
+        self.side, self.before = torch.cuda.Stream(), []  # what the side stream reads stays alive until it is done
+
+    def __call__(self, chunk: _Chunk) -> None:
+        main = torch.cuda.current_stream()
+        self.side.wait_stream(main)
+        with torch.cuda.stream(self.side):
+            chunk.scale()
+        self._gradients_of_the_last()
+        main.wait_stream(self.side)
+        self.before.append(chunk)
+
+    def _gradients_of_the_last(self) -> None:
+        for chunk in self.before[-1:]:
+            chunk.add_dx()
+            chunk.add_dw()
+
+    def finish(self) -> None:
+        self._gradients_of_the_last()
+        self.before.clear()
+
+
+def with_two_streams(chunk: int) -> Implementation:
+    """The scaling pass beside the GEMMs of the chunk before it."""
+    return _experiment(f"two streams, chunks of {chunk}", "scaling beside GEMMs", _TwoStreams, chunk, buffers=2)
 
 
 def with_parallel_gradients() -> Implementation:
     """dX's GEMM beside dW's, both of the same chunk, chosen as single_pass does."""
 
-    def make():
+    def make_step():
         side = torch.cuda.Stream()
 
-        def run(x, weight, target):
-            problem, engine, main = _problem(x, weight, target), make_engine("cute"), torch.cuda.current_stream()
-            wanted = WantedGradients(x.dtype, weight.dtype)
-            route = choose_route(problem, wanted, Settings(schedule="single_pass"))
-            x.grad, weight.grad = torch.empty_like(problem.x), torch.empty_like(problem.weight)
-            for chunk in _chunks(engine, problem, route.chunk):
-                chunk.scale(engine)
-                side.wait_stream(main)
-                with torch.cuda.stream(side):
-                    chunk.dx(x.grad)
-                chunk.dw(weight.grad)
-                main.wait_stream(side)
+        def step(chunk):
+            main = torch.cuda.current_stream()
+            chunk.scale()
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                chunk.add_dx()
+            chunk.add_dw()
+            main.wait_stream(side)
 
-        return run
+        return step
 
-    return Implementation("parallel gradients", "dX beside dW", make)
+    return _experiment("parallel gradients", "dX beside dW", make_step)
 
 
-def with_reduce_add(tile: GemmTile, size: int) -> Implementation:
+def with_reduce_add(tile: GemmTile, chunk: int) -> Implementation:
     """dW accumulated by quack's GEMM."""
 
-    def make():
+    def make_step():
         from quack.epilogue.library import identity_epi
 
-        def run(x, weight, target):
-            problem, engine = _problem(x, weight, target), make_engine("cute")
-            x.grad, weight.grad = torch.empty_like(problem.x), torch.zeros_like(problem.weight)
-            for chunk in _chunks(engine, problem, size):
-                chunk.scale(engine)
-                chunk.dx(x.grad)
-                x_rows = chunk.problem.x.t()
-                identity_epi.gemm(chunk.e.t(), x_rows, weight.grad, epi_args={}, add_to_output=True, **tile.arguments())
+        how = dict(epi_args={}, add_to_output=True, **tile.arguments())
 
-        return run
+        def step(chunk):
+            if chunk.rows.start == 0:
+                chunk.dw.zero_()
+            chunk.scale()
+            chunk.add_dx()
+            identity_epi.gemm(chunk.e.t(), chunk.problem.x.t(), chunk.dw, **how)
 
-    return Implementation(f"dW reduce-add, {tile}", "dW through quack", make)
+        return step
+
+    return _experiment(f"dW reduce-add, {tile}", "dW through quack", make_step, chunk)
 
 
-def with_transformed_dx(tile: GemmTile, size: int) -> Implementation:
+def with_transformed_dx(tile: GemmTile, chunk: int) -> Implementation:
     """dX from exponentials that its GEMM scales as it loads them: by a 16-bit number for each row and 64 columns."""
 
-    def make():
+    def make_step():
         from quack.epilogue.library import identity_epi
         from quack.operand_transform import a_transform
         from quack.operand_transform.host import transform_a_operand
@@ -170,29 +215,27 @@ def with_transformed_dx(tile: GemmTile, size: int) -> Implementation:
             return e * scale
 
         tile_k = 64
+        how = dict(epi_args={}, transform_a=scaled, tile_K=tile_k, **tile.arguments())
 
-        def operand(chunk, engine):
+        def operand(chunk):
             """The exponentials, with an element for the target whose product with its scale is exact, and scales."""
-            scale = torch.exp(chunk.maxima - chunk.stats.lse[:, None]) * chunk.coefficients.a[:, None]
+            width = chunk.engine.exp_tile(chunk.problem)
+            scale = torch.exp(chunk.maxima - chunk.lse[:, None]) * chunk.coefficients.a[:, None]
             scale, columns = scale.to(chunk.e.dtype), chunk.problem.target[:, None]
-            of_target = scale.gather(1, columns // engine.exp_tile(chunk.problem))
+            of_target = scale.gather(1, columns // width)
             chunk.e.scatter_(1, columns, (chunk.coefficients.fix[:, None] / of_target).to(chunk.e.dtype))
-            strips = scale.repeat_interleave(engine.exp_tile(chunk.problem) // tile_k, dim=1)
+            strips = scale.repeat_interleave(width // tile_k, dim=1)
             strips = strips[:, : -(-chunk.problem.vocab // tile_k)].t().contiguous()
             return transform_a_operand(scaled, chunk.e, {"scale": strips}, tile.tile_m, tile_k)
 
-        def run(x, weight, target):
-            problem, engine = _problem(x, weight, target), make_engine("cute")
-            x.grad, weight.grad = torch.empty_like(problem.x), torch.empty_like(problem.weight)
-            how = dict(epi_args={}, transform_a=scaled, tile_K=tile_k, **tile.arguments())
-            for chunk in _chunks(engine, problem, size):
-                identity_epi.gemm(operand(chunk, engine), problem.weight.t(), x.grad[chunk.rows], **how)
-                chunk.scale(engine)
-                chunk.dw(weight.grad)
+        def step(chunk):
+            identity_epi.gemm(operand(chunk), chunk.problem.weight.t(), chunk.dx[chunk.rows], **how)
+            chunk.scale()
+            chunk.add_dw()
 
-        return run
+        return step
 
-    return Implementation(f"dX of exponentials, {tile}", "the scaling pass within dX", make)
+    return _experiment(f"dX of exponentials, {tile}", "the scaling pass within dX", make_step, chunk)
 
 
 def experiments() -> list[Implementation]:

@@ -3,7 +3,6 @@ backward and leaves gradients in x.grad and weight.grad."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -52,8 +51,9 @@ def _liger_triton(softcap=None):
 
 
 def _liger_cute_sm90():
-    module = importlib.import_module("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
-    function = next(v for k, v in vars(module).items() if k.startswith("Liger") and k.endswith("Function"))
+    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (
+        LigerFusedLinearCrossEntropySM90Function as function,
+    )
 
     def loss(x, w, t):
         result = function.apply(x, w, t)

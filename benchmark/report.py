@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parent
-RESULTS = ROOT / "results"
-README = ROOT.parent / "README.md"
-H200, X2 = RESULTS / "h200.json", RESULTS / "h200-x2.json"
+from benchmark import roofline
+from benchmark.measure import Shape
+from benchmark.records import H200, RESULTS, X2, read
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
 NAMES = {
     "floor": "cuBLAS GEMMs alone, no loss (floor)",
     "single_pass": "**liger-cutedsl, default**",
@@ -29,10 +30,6 @@ NAMES = {
     "torch-compile": "the same under torch.compile",
     "torch-linear-ce": "torch.nn.functional.linear_cross_entropy",
 }
-
-
-def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
 
 
 def text_table(rows: list[dict]) -> str:
@@ -104,9 +101,6 @@ def options_table(rows: list[dict]) -> str:
 
 def split_table(rows: list[dict]) -> str:
     """The vocabulary split over GPUs, from the two-GPU results, next to what the roofline model predicts."""
-    from benchmark import roofline
-    from benchmark.measure import Shape
-
     body, found = [], {(r["vocab"], r["implementation"]): r for r in rows if r["kind"] == "vocab_parallel"}
     for vocab in dict.fromkeys(v for v, _ in found):
         shape = Shape(8192, vocab, 4096)
@@ -259,5 +253,5 @@ def main() -> int:
     rows = read(H200)
     README.write_text(filled(README.read_text(), rows))
     plots(rows, RESULTS)
-    print(f"wrote {README.name} and the plots in {RESULTS.relative_to(ROOT.parent)}")
+    print(f"wrote {README.name} and the plots in {RESULTS.relative_to(ROOT)}")
     return 0

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from benchmark import report
 from benchmark.measure import Shape
+from benchmark.records import H200, read
 from benchmark.sweeps import REFERENCE
 from liger_cutedsl.route import DEFAULT_WORKSPACE_MB
 from liger_cutedsl.tiling import DW_PASS_TOKENS
@@ -123,8 +123,8 @@ def main(gpu: str) -> int:
     if gpu in ("b200", "b300"):
         for name, (ms, mb) in PUBLISHED_B200.items():
             print(f"  {name:20} {ms:.2f} ms  {mb:.0f} MB on a B200, as published there")
-    if report.H200.exists():
-        rows = report.read(report.H200)
+    if H200.exists():
+        rows = read(H200)
         print(f"against measured H200 rows: {error_line(rows)}")
         for label, schedule, ms, measured, error in check(rows):
             print(f"  {label:32} {schedule:12} predicted {ms:8.2f} ms, measured {measured:8.2f} ms, {error:+.1%}")

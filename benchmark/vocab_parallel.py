@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 import liger_cutedsl
-from benchmark.__main__ import environment, slug
 from benchmark.measure import Shape, peak_mb, time_ms
-from benchmark.report import RESULTS
+from benchmark.records import RESULTS, environment, slug
 
 VOCABULARIES = (128256, 262144)
 

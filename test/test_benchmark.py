@@ -1,5 +1,6 @@
 """The benchmark: its harness on a CPU, its JSON, and that README shows what the committed JSON says."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -14,16 +15,17 @@ sys.path.insert(0, str(ROOT))
 
 from benchmark import report, roofline  # noqa: E402
 from benchmark.__main__ import main  # noqa: E402
+from benchmark.measure import relative_error  # noqa: E402
+from benchmark.records import H200, X2, read  # noqa: E402
 from benchmark.sweeps import REFERENCE  # noqa: E402
 
-H200 = report.H200
 measured = pytest.mark.skipif(not H200.exists(), reason="no committed results")
 
 
 def test_cpu_run_writes_rows_and_resumes(tmp_path, capsys):
     path = tmp_path / "cpu.json"
     assert main(["--cpu", "--out", str(path)]) == 0
-    rows = report.read(path)
+    rows = read(path)
     assert rows[0]["kind"] == "environment" and rows[0]["versions"]["torch"] != "not installed"
     times = {(r["label"], r["implementation"]): r for r in rows if r["kind"] == "time"}
     ours = times["forward + backward", "single_pass"]
@@ -37,7 +39,7 @@ def test_cpu_run_writes_rows_and_resumes(tmp_path, capsys):
     assert errors["std 1", "recompute"]["dx"] < 5e-3  # bf16 inputs, one rounding of the gradient
     assert "single_pass" in capsys.readouterr().out
     assert main(["--cpu", "--out", str(path)]) == 0
-    again = report.read(path)
+    again = read(path)
     assert len([r for r in again if r["kind"] == "time"]) == len(times), "rows that were there are not measured again"
 
 
@@ -81,16 +83,45 @@ def test_experiments_compute_the_same_gradients():
             assert row.dx_error < 64 * torch.finfo(torch.float32).eps, name
 
 
+class _NoStream:
+    """In place of a CUDA stream: everything runs in its turn."""
+
+    def wait_stream(self, other):
+        pass
+
+
+@pytest.mark.parametrize("name", ["two streams, chunks of 128", "parallel gradients"])
+def test_an_experiments_step_runs_within_the_schedule(monkeypatch, name):
+    """What the experiments with streams compute, on a CPU: three chunks, with exponentials in two buffers."""
+    from benchmark import experiments
+
+    monkeypatch.setattr(torch.cuda, "Stream", _NoStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", _NoStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    found = (experiments.with_two_streams(128), experiments.with_parallel_gradients())
+    (experiment,) = (e for e in found if e.name == name)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (300, 500))
+    target = torch.randint(0, 500, (300,), generator=generator)
+    run, bound = experiment.make(), 64 * torch.finfo(torch.float32).eps
+    for _ in range(2):
+        loss = run(x, weight, target)
+        expected = torch.nn.functional.cross_entropy(x.double() @ weight.double().T, target)
+        grads = torch.autograd.grad(expected, (x, weight))
+        for got, want in zip((loss, x.grad, weight.grad), (expected, *grads), strict=True):
+            assert relative_error(got, want.double()) < bound
+
+
 @measured
 def test_readme_shows_the_committed_results():
     readme = report.README.read_text()
-    assert report.filled(readme, report.read(H200)) == readme, "run `python -m benchmark report`"
+    assert report.filled(readme, read(H200)) == readme, "run `python -m benchmark report`"
 
 
 @measured
 def test_two_measurements_of_the_reference_row_agree():
     """Within 5% in their ratio to the floor: the first shape of the run, and the same at its other end."""
-    rows = [r for r in report.read(H200) if r["kind"] == "time" and r["label"] == "forward + backward"]
+    rows = [r for r in read(H200) if r["kind"] == "time" and r["label"] == "forward + backward"]
     first, again = (
         {r["implementation"]: r["to_floor"] for r in rows if r["sweep"] == sweep and r["ms"]}
         for sweep in ("reference", "repeat")
@@ -103,7 +134,7 @@ def test_two_measurements_of_the_reference_row_agree():
 @measured
 def test_roofline_agrees_with_the_measurements():
     """Within a fifth: the model knows operations and bytes, not how a small head fills the machine."""
-    errors = roofline.check(report.read(H200))
+    errors = roofline.check(read(H200))
     assert len(errors) > 20
     large = [error for _, _, _, ms, error in errors if ms > 5]
     assert max(map(abs, large)) < 0.2
@@ -123,7 +154,7 @@ def test_missing_markers_are_reported():
 
 @measured
 def test_results_are_json_lines_with_a_command():
-    for line in (H200.read_text() + report.X2.read_text()).splitlines():
+    for line in (H200.read_text() + X2.read_text()).splitlines():
         json.loads(line)
-    assert "torchrun" in report.read(report.X2)[0]["command"]
-    assert any("python -m benchmark" in r.get("command", "") for r in report.read(H200))
+    assert "torchrun" in read(X2)[0]["command"]
+    assert any("python -m benchmark" in r.get("command", "") for r in read(H200))

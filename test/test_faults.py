@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import liger_cutedsl
-from liger_cutedsl import ahead_of_time, fused_linear_cross_entropy, kernel_cache, routing, versions
+from liger_cutedsl import ahead_of_time, fused_linear_cross_entropy, kernel_cache, routing, testing, versions
 from liger_cutedsl.engines import KernelFailure
-from liger_cutedsl.engines.torch_engine import TorchEngine
 from reference import Case
 
 ROOT = Path(__file__).parent.parent
@@ -246,43 +245,12 @@ def test_processes_that_start_at_once_share_the_cache_and_a_corrupt_kernel_is_co
     assert not [p for p in tmp_path.rglob("*") if p.stat().st_mode & stat.S_IWOTH], "others may write"
 
 
-class BrokenEngine(TorchEngine):
-    """Fails where a GPU with an old driver would: when the first kernel is launched."""
-
-    name = "cute"
-
-    def row_statistics(self, *_, **__):
-        raise KernelFailure("a CuTe kernel could not be compiled or launched (planted)")
-
-    exp_chunk = row_statistics
-
-
-class BrokenInBackward(TorchEngine):
-    """Fails where a kernel is launched that no forward has needed."""
-
-    name = "cute"
-
-    def dz_tile(self, *_, **__):
-        raise KernelFailure("a CuTe kernel could not be compiled or launched (planted)")
-
-
-@pytest.fixture(params=[BrokenEngine])
-def broken_cute(request, monkeypatch):
-    """A CPU that takes the CuTe engine for possible, and fails in it."""
-    original = routing._choose_engine
-
-    def choose(task):
-        settings = task.settings
-        if settings.engine == "cute" or (settings.engine == "auto" and routing._kernel_failure is None):
-            return "cute", "planted"
-        return original(task)
-
-    def make(name, after_first_launch=None):
-        return request.param() if name == "cute" else TorchEngine()
-
-    monkeypatch.setattr(routing, "_choose_engine", choose)
-    monkeypatch.setattr(routing, "_kernel_failure", None)
-    monkeypatch.setattr(routing, "make_engine", make)
+@pytest.fixture(params=["forward"])
+def broken_cute(request):
+    """A CPU that takes the CuTe engine for possible, and fails in it, where a kernel is launched: as a GPU with an old
+    driver would the first time, or one that no forward has needed."""
+    with testing.planted_kernel_failure(request.param, on_cpu=True):
+        yield
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -299,10 +267,10 @@ def test_a_kernel_that_fails_is_replaced_unless_it_was_forced(broken_cute, reduc
     torch.testing.assert_close(loss, expected)
     found, want = (torch.autograd.grad(v.sum(), weight)[0] for v in (loss, expected))
     torch.testing.assert_close(found, want)
-    assert "planted" in routing._kernel_failure
+    assert "planted" in testing.kernel_failure()
 
 
-@pytest.mark.parametrize("broken_cute", [BrokenInBackward], indirect=True)
+@pytest.mark.parametrize("broken_cute", ["backward"], indirect=True)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_kernel_that_fails_in_backward_is_replaced_unless_it_was_forced(broken_cute, reduction, compiled):
@@ -315,7 +283,7 @@ def test_a_kernel_that_fails_in_backward_is_replaced_unless_it_was_forced(broken
     with pytest.raises(KernelFailure, match="planted"):
         run(x, weight, target, engine="cute", **call).backward(upstream)
     loss = run(x, weight, target, **call)
-    assert routing._kernel_failure is None, "forward works"
+    assert testing.kernel_failure() is None, "forward works"
     expected = torch.nn.functional.cross_entropy(x @ weight.T, target, reduction=reduction)
     for found, want in zip(
         torch.autograd.grad(loss, (x, weight), upstream),
@@ -323,7 +291,7 @@ def test_a_kernel_that_fails_in_backward_is_replaced_unless_it_was_forced(broken
         strict=True,
     ):
         torch.testing.assert_close(found, want)
-    assert "planted" in routing._kernel_failure
+    assert "planted" in testing.kernel_failure()
 
 
 def test_ligers_functions_survive_a_kernel_that_fails(broken_cute):

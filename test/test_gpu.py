@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import liger_cutedsl
-from liger_cutedsl import LossOptions, fused_linear_cross_entropy
+from liger_cutedsl import LossOptions, fused_linear_cross_entropy, testing
 from liger_cutedsl.call import Problem
 from reference import GRADIENT_BOUND, Case, assert_close, check_case, reference
 
@@ -275,8 +275,8 @@ def test_defaults_change_nothing_on_ligers_operator(default):
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
-def test_fallback_warns_once(monkeypatch):
-    monkeypatch.setattr("liger_cutedsl.routing._warned", False)
+def test_fallback_warns_once():
+    testing.reset()
     x, weight, target, *_ = Case(dtype=torch.float32, device="cuda").tensors()
     with pytest.warns(RuntimeWarning, match="triton engine: .*float32"):
         fused_linear_cross_entropy(x, weight, target)

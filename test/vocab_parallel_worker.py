@@ -249,7 +249,7 @@ def suite_changed_on_gpus():
 
 def suite_changes():
     """As on a GPU, where the sizes are read in a shard's first call alone: what a later change on one rank does."""
-    from liger_cutedsl import shards
+    from liger_cutedsl import shards, testing
 
     on_cpu = shards._agreed
 
@@ -274,7 +274,7 @@ def suite_changes():
     assert torch.isfinite(head(x, second, target, vocab_size=10 * WORLD + WORLD * (WORLD - 1)))
     assert torch.isfinite(head(x, weight, target))
     shards._agreed = on_cpu
-    shards._known_shards.clear()
+    testing.reset()
 
 
 def suite_dtensor():

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from liger_cutedsl import ahead_of_time, explain
+from liger_cutedsl.compat import FakeTensorMode
 from liger_cutedsl.engines import architectures
 from liger_cutedsl.kernel_cache import chosen_folder, obstacle_of
 from liger_cutedsl.versions import TESTED, installed, is_untested, tested
@@ -93,8 +94,6 @@ def _liger_lines():
 
 
 def _route(device: str, tokens: int, hidden: int, vocab: int, dtype: torch.dtype):
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     with FakeTensorMode():  # shapes and devices without memory
         x = torch.empty(tokens, hidden, dtype=dtype, device=device, requires_grad=True)
         weight = torch.empty(vocab, hidden, dtype=dtype, device=device, requires_grad=True)

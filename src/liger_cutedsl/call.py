@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -176,4 +177,5 @@ def gradients_needed(*tensors: torch.Tensor | None) -> list[bool]:
 
 
 def is_dtensor(value) -> bool:
-    return type(value).__name__ == "DTensor"
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from liger_cutedsl.compat import is_transformed
+
 
 def without_second_derivative(gradients, *leading_to_inputs: torch.Tensor | None) -> list[torch.Tensor | None]:
     """What a backward returns. Under create_graph=True, differentiating it fails: it must not vanish.
@@ -39,8 +41,7 @@ def refuse_second_derivative(*_):
 
 def refuse_batched_upstream(grad_output: torch.Tensor) -> None:
     """torch.autograd.grad(is_grads_batched=True) hands over a wrapper of many, whose memory is not what it seems."""
-    functorch = torch._C._functorch
-    if functorch.is_functorch_wrapped_tensor(grad_output) or functorch.is_legacy_batchedtensor(grad_output):
+    if is_transformed(grad_output):
         raise RuntimeError(
             "fused linear cross entropy takes one upstream gradient at a time, not a batch of them (is_grads_batched, "
             "vectorize=True, torch.func): call torch.autograd.grad once for each, with retain_graph=True"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from liger_cutedsl.compat import is_fake, is_transformed
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -12,7 +14,7 @@ def check_readable(name: str, tensor: torch.Tensor) -> None:
 
     Subclasses over memory of their own are read as what they are; fake tensors and meta tensors are never read.
     """
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if is_transformed(tensor):
         raise RuntimeError(
             f"{name} is inside a torch.func transform (grad, vmap, jacrev, ...), which fused linear cross entropy "
             "does not support: use torch.autograd.grad, and reduction='none' for one loss a row"
@@ -51,9 +53,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _wraps_others(tensor: torch.Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    if isinstance(tensor, FakeTensor) or tensor.device.type == "meta" or not tensor.numel():
+    if is_fake(tensor) or tensor.device.type == "meta" or not tensor.numel():
         return False
     try:
         return tensor.data_ptr() == 0

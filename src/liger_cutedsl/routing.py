@@ -33,7 +33,7 @@ def planned(task: Task, after_first_launch=None):
     engine = make_engine(name, after_first_launch)
     route = liger_triton.plan(engine, task, reason) if name == "triton" else _schedule(engine, task, reason)
     fallback = task.problem.device.type == "cuda" and name != "cute" and task.problem.tokens > 0
-    return engine, replace(route, fallback=fallback and task.local.vocab > 0)
+    return engine, replace(route, engine=name, fallback=fallback and task.local.vocab > 0)
 
 
 def _schedule(engine, task: Task, reason: str) -> Route:

@@ -9,20 +9,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from liger_cutedsl.call import Problem, planned_device
+from liger_cutedsl.compat import FakeTensorMode, fake_mode, is_fake
 
 _NAMES = ("x", "weight", "target", "bias", "ce_weight")
 
 
 def _has_no_data(tensor: torch.Tensor) -> bool:
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
-
-
-def _fake_mode():
-    """The FakeTensorMode that is active, or None."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return tensor.is_meta or is_fake(tensor)
 
 
 def shapes_only(*tensors: torch.Tensor | None) -> bool:
@@ -31,7 +26,7 @@ def shapes_only(*tensors: torch.Tensor | None) -> bool:
     Raises TypeError, by name, for a tensor with data among others without, or under a FakeTensorMode.
     """
     there = [(name, t) for name, t in zip(_NAMES, tensors, strict=True) if isinstance(t, torch.Tensor)]
-    mode = _fake_mode()
+    mode = fake_mode()
     if mode is None and not any(_has_no_data(t) for _, t in there):
         return False
     if len({t.device for _, t in there}) > 1:  # refused by check_tensors

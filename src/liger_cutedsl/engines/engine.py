@@ -16,7 +16,7 @@ class KernelFailure(RuntimeError):
 
 
 class Engine(Protocol):
-    """The primitives of a pass over the vocabulary, and what they need. An engine keeps nothing of one call for another.
+    """The primitives of a pass over the vocabulary, and what they need. An engine keeps nothing of a call for another.
 
     The problems that the first four methods take are as Problem.for_kernels makes them: x (N, H) and weight (V, H) in
     the dtype they are multiplied in, bias and ce_weight in the compute dtype. Row vectors are (N,) in the compute

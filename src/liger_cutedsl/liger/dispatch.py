@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from dataclasses import replace
 
-from liger_kernel.backends import Capability, registry
+from liger_kernel.backends import Capability, clear_available_cache, registry
 
 from liger_cutedsl.api import LigerFusedLinearCrossEntropyFunction
+from liger_cutedsl.compat import keep_liger_operator, liger_locations, restore_liger_operator
 
 OP = "fused_linear_cross_entropy"
 NAME = "nvidia-cutedsl"
@@ -35,19 +35,15 @@ def _import_stock() -> None:
 
     One that does not import is left to that call, which logs the reason.
     """
-    for path in registry._DISCOVERY_MAP.get(OP, ()):
-        if path not in sys.modules and path not in registry._DISCOVERY_FAILURES:
+    for path in liger_locations(OP):
+        if path not in sys.modules and path not in registry.get_discovery_failures():
             with contextlib.suppress(Exception):
                 importlib.import_module(path)
 
 
 def register(rank: int = RANK_ON_REQUEST) -> None:
     """Puts our operator in place of the stock one, which moves to STOCK_NAME."""
-    stock = registry._REGISTRY.get((OP, NAME))
-    if stock is not None and stock.forward is not fused_linear_cross_entropy_cutedsl:
-        moved = replace(stock, impl_name=STOCK_NAME)
-        with registry._REGISTRY_LOCK:
-            registry._REGISTRY[(OP, STOCK_NAME)] = moved
+    keep_liger_operator(OP, NAME, STOCK_NAME, but=fused_linear_cross_entropy_cutedsl)
     registry.register_impl(
         OP,
         impl_name=NAME,
@@ -61,13 +57,8 @@ def register(rank: int = RANK_ON_REQUEST) -> None:
 
 def restore_stock() -> None:
     """Undoes register()."""
-    with registry._REGISTRY_LOCK:
-        stock = registry._REGISTRY.pop((OP, STOCK_NAME), None)
-        if stock is None:
-            registry._REGISTRY.pop((OP, NAME), None)
-        else:
-            registry._REGISTRY[(OP, NAME)] = replace(stock, impl_name=NAME)
-    registry._invalidate_available_cache()
+    restore_liger_operator(OP, NAME, STOCK_NAME)
+    clear_available_cache()
 
 
 _import_stock()

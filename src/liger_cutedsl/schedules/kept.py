@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from liger_cutedsl.call import Gradients, WantedGradients
+from liger_cutedsl.compat import graph_is_kept
 from liger_cutedsl.gemm import scale_in_place
 
 if TYPE_CHECKING:
@@ -50,9 +51,3 @@ class KeptGradients:
                 if getattr(in_place, name):
                     scale_in_place(getattr(gradients, name), factor)
         return gradients
-
-
-def graph_is_kept() -> bool:
-    """Whether the running backward leaves the graph usable (retain_graph, create_graph). False outside of one."""
-    running = torch._C._current_graph_task_id() != -1
-    return running and torch._C._autograd._get_current_graph_task_keep_graph()
