@@ -47,7 +47,8 @@ def with_chunks(chunk: int) -> Implementation:
     def run(x, weight, target):
         problem, route = _problem_and_route(x, weight, target, chunk)
         wanted = WantedGradients(x.dtype, weight.dtype)
-        output, kept = single_pass.forward(make_engine(route.engine), problem, route, wanted)
+        task = Task(problem, wanted, Settings())
+        output, kept = single_pass.forward(make_engine(route.engine), task, route)
         x.grad, weight.grad = kept.gradients.x, kept.gradients.weight
         return output.loss
 

@@ -15,9 +15,8 @@ import torch
 
 torch.cuda.device = lambda *_: contextlib.nullcontext()  # the wrappers select the tensors' device
 
-from liger_cutedsl import LossOptions  # noqa: E402
+from liger_cutedsl import LossOptions, triton_kernels  # noqa: E402
 from liger_cutedsl.call import Problem  # noqa: E402
-from liger_cutedsl.engines import triton_kernels  # noqa: E402
 from liger_cutedsl.engines.torch_engine import TorchEngine  # noqa: E402
 from liger_cutedsl.objective import row_coefficients, row_weights  # noqa: E402
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from liger_cutedsl.autograd import run
 from liger_cutedsl.call import Problem, WantedGradients, is_dtensor, planned_device
 from liger_cutedsl.checks import check_tensors
+from liger_cutedsl.compat import FakeTensorMode
 from liger_cutedsl.dtensor import run_dtensor
 from liger_cutedsl.objective import LossOutput
 from liger_cutedsl.options import LossOptions, python_scalar, suggesting

@@ -15,6 +15,7 @@ import torch
 from liger_cutedsl.call import DIFFERENTIABLE, TENSORS, Gradients, Problem, WantedGradients
 from liger_cutedsl.checkpointing import unseen_by_checkpoints
 from liger_cutedsl.checks import check_tensors
+from liger_cutedsl.compat import has_dispatch_modes
 from liger_cutedsl.derivatives import refuse_batched_upstream, without_second_derivative
 from liger_cutedsl.engines import KernelFailure
 from liger_cutedsl.objective import LossOutput
@@ -99,7 +100,7 @@ def between_graphs(function):
     def eager(*arguments):
         if torch.compiler.is_compiling():
             return torch.compiler.disable(eager)(*arguments)
-        if torch._C._len_torch_dispatch_stack():
+        if has_dispatch_modes():
             return unseen_by_checkpoints(function, arguments)
         return function(*arguments)
 

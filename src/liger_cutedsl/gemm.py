@@ -68,7 +68,7 @@ def multiprocessors(device: torch.device) -> int:
 def scale_in_place(matrix: torch.Tensor, factor: torch.Tensor) -> None:
     """matrix *= factor, a scalar tensor. Where it is 1, memory is not touched; on a GPU nothing is read to the host."""
     if matrix.is_cuda:
-        from liger_cutedsl.engines import triton_kernels
+        from liger_cutedsl import triton_kernels
 
         triton_kernels.scale_in_place(matrix, factor)
     elif factor.item() != 1.0:

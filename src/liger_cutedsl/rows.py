@@ -79,7 +79,7 @@ class TargetCheck:
         if not target.is_cuda:
             self._host = _summary(target[~problem.ignored()])
             return
-        from liger_cutedsl.engines.triton_kernels import summarize_targets
+        from liger_cutedsl.triton_kernels import summarize_targets
 
         self._host = _pinned_slots()[next(_next_slot) % 1024]
         with torch.cuda.device(target.device):

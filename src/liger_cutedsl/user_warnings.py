@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import sys
 import warnings
@@ -16,7 +17,7 @@ _BETWEEN = (contextlib.__file__, functools.__file__)
 
 
 def warn_user(message: str) -> None:
-    frame, level = sys._getframe(1), 2
+    frame, level = inspect.currentframe().f_back, 2
     while frame.f_back is not None and _is_between(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, RuntimeWarning, stacklevel=level)

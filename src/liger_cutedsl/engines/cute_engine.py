@@ -15,13 +15,13 @@ from liger_cutedsl.engines.architectures import Architecture, GemmTile, to_compi
 from liger_cutedsl.engines.cute_kernels import backward_kernel, exp_kernel, forward_kernel
 from liger_cutedsl.engines.cute_ops import OnlineArgmax
 from liger_cutedsl.engines.engine import KernelFailure
-from liger_cutedsl.engines.triton_kernels import SUMMED_ROWS, dz_of_exp, fold_exp, fold_lse
 from liger_cutedsl.epilogues import EpilogueFlags, capped, exp_headroom, vocabulary_operands
 from liger_cutedsl.gemm import multiprocessors
 from liger_cutedsl.kernel_cache import use_private_cache
 from liger_cutedsl.objective import RowCoefficients, RowStatistics
 from liger_cutedsl.options import LossOptions
 from liger_cutedsl.tiling import TILE_QUANTUM, Tile, WaveModel
+from liger_cutedsl.triton_kernels import SUMMED_ROWS, dz_of_exp, fold_exp, fold_lse
 
 use_private_cache()
 
