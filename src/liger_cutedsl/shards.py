@@ -4,6 +4,7 @@ what the ranks tell each other."""
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,14 +53,16 @@ class VocabShard:
         guess = _placed(said, rows * dist.get_rank(group), rows * dist.get_world_size(group))
         return replace(guess, group=group, kernels=kernels)
 
-    def header(self, failed: bool = False) -> list[int]:
-        """What the other ranks are told: start, rows, vocab, and whether a kernel failed.
+    def header(self, failed: bool = False) -> list[float]:
+        """What the other ranks are told: start, rows, vocab.
 
         In place of n, −1 − n: a start or vocab that is not the caller's word, the rows of a rank that reads headers.
+        NaN in place of all of them where a kernel failed.
         """
+        if failed:
+            return [math.nan] * 3
         start, rows, vocab = self.said
-        place = [_signed(self.start, start is None), _signed(rows, self.reads), _signed(self.vocab, vocab is None)]
-        return [*place, int(failed)]
+        return [_signed(self.start, start is None), _signed(rows, self.reads), _signed(self.vocab, vocab is None)]
 
     def gathered(self, numbers: torch.Tensor, total: torch.Tensor, failed: bool = False):
         """One all-gather. numbers (k, n) and total () of this rank; failed: they are none, a kernel failed here.
@@ -92,7 +95,7 @@ _known_shards: dict[tuple, tuple[VocabShard, set, torch.Tensor]] = {}
 
 
 def _agreed(shard: VocabShard, headers: torch.Tensor) -> torch.Tensor:
-    """Whether the ranks' headers (ranks, 4) are those that put this shard where it lies: a () bool tensor.
+    """Whether the ranks' headers (ranks, 3) are those that put this shard where it lies: a () bool tensor.
 
     They are read to the host in the first call of a shard and of a set of kernels, on a CPU in every one. Raises, on
     every rank, because all of them read the same: ValueError where they contradict each other, KernelFailure where a
@@ -101,11 +104,12 @@ def _agreed(shard: VocabShard, headers: torch.Tensor) -> torch.Tensor:
     key = _key(shard.group, shard.said, headers.device)
     if not shard.reads:
         return (headers == _known_shards[key][2]).all()
-    told = [[int(n) for n in row] for row in headers.tolist()]
-    failed = [rank for rank, (*_, failed) in enumerate(told) if failed]
+    numbers = headers.tolist()
+    failed = [str(rank) for rank, row in enumerate(numbers) if math.isnan(row[0])]
     if failed:
-        raise KernelFailure(f"a CuTe kernel could not be compiled or launched on rank {', '.join(map(str, failed))}")
-    shards = _shards_of([_unsigned(row) for row in told], all_read=all(rows < 0 for _, rows, *_ in told))
+        raise KernelFailure(f"a CuTe kernel could not be compiled or launched on rank {', '.join(failed)}")
+    told = [[int(n) for n in row] for row in numbers]
+    shards = _shards_of([_unsigned(row) for row in told], all_read=all(rows < 0 for _, rows, _ in told))
     later = [replace(other, reads=not headers.is_cuda) for other in shards]
     own = later[dist.get_rank(shard.group)]
     kernels = _known_shards[key][1] if key in _known_shards and _known_shards[key][0] == own else set()
@@ -153,7 +157,7 @@ def _signed(number: int, negative: bool) -> int:
 
 def _unsigned(header: list[int]) -> _Said:
     """What the caller of a header's rank said."""
-    start, rows, vocab, _ = header
+    start, rows, vocab = header
     return None if start < 0 else start, _signed(rows, rows < 0), None if vocab < 0 else vocab
 
 

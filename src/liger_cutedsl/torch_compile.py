@@ -126,7 +126,7 @@ def _as_described(like: torch.Tensor, described: dict, values) -> tuple[torch.Te
 
 def run_compiled(tensors, options: dict, engine, schedule, workspace_mb, chunk_mem_const) -> LossOutput:
     """autograd.run for tensors in the order of TENSORS, written so that torch.compile can trace it."""
-    x, weight, _, bias, _ = tensors
+    named = dict(zip(TENSORS, tensors, strict=True))
     loss, z_loss, accuracy, predicted, *_ = torch.ops.liger_cutedsl.flce(
         *tensors,
         *options.values(),
@@ -134,8 +134,8 @@ def run_compiled(tensors, options: dict, engine, schedule, workspace_mb, chunk_m
         (os.environ.get("LIGER_CUTEDSL_SCHEDULE") or "auto") if schedule is None else schedule,
         workspace_mb,
         chunk_mem_const,
-        autocast_dtype(x.device),
-        *gradients_needed(x, weight, bias),
+        autocast_dtype(named["x"].device),
+        *gradients_needed(*(named[name] for name in DIFFERENTIABLE)),
     )
     return LossOutput(
         loss,

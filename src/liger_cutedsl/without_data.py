@@ -10,10 +10,8 @@ from dataclasses import replace
 
 import torch
 
-from liger_cutedsl.call import Problem, planned_device
+from liger_cutedsl.call import TENSORS, Problem, planned_device
 from liger_cutedsl.compat import FakeTensorMode, fake_mode, is_fake
-
-_NAMES = ("x", "weight", "target", "bias", "ce_weight")
 
 
 def _has_no_data(tensor: torch.Tensor) -> bool:
@@ -21,11 +19,11 @@ def _has_no_data(tensor: torch.Tensor) -> bool:
 
 
 def shapes_only(*tensors: torch.Tensor | None) -> bool:
-    """Whether a call with these tensors, in the order of _NAMES, can only give shapes.
+    """Whether a call with these tensors, in the order of TENSORS, can only give shapes.
 
     Raises TypeError, by name, for a tensor with data among others without, or under a FakeTensorMode.
     """
-    there = [(name, t) for name, t in zip(_NAMES, tensors, strict=True) if isinstance(t, torch.Tensor)]
+    there = [(name, t) for name, t in zip(TENSORS, tensors, strict=True) if isinstance(t, torch.Tensor)]
     mode = fake_mode()
     if mode is None and not any(_has_no_data(t) for _, t in there):
         return False
@@ -42,7 +40,7 @@ def shapes_only(*tensors: torch.Tensor | None) -> bool:
 
 def refuse_without_data(problem: Problem) -> None:
     """Raises TypeError where the call would have to read what is not there."""
-    if shapes_only(*(getattr(problem, name) for name in _NAMES)):
+    if shapes_only(*(getattr(problem, name) for name in TENSORS)):
         raise TypeError(
             "x, weight and target are fake or meta tensors, without data: fused_linear_cross_entropy, Liger-Kernel's "
             "class of it and explain() take these, and nothing else here does"
@@ -57,7 +55,7 @@ def planned(problem: Problem) -> Problem:
     with FakeTensorMode():
         fakes = {
             name: torch.empty(value.shape, dtype=value.dtype, device=device)
-            for name in _NAMES
+            for name in TENSORS
             if (value := getattr(problem, name)) is not None
         }
     return replace(problem, **fakes)

@@ -41,7 +41,7 @@ from liger_cutedsl.objective import (
 from liger_cutedsl.route import Route
 from liger_cutedsl.schedules.kept import graph_is_kept
 from liger_cutedsl.schedules.schedule import Task, gemms
-from liger_cutedsl.tiling import ROW_MULTIPLE, SPARE_COLUMNS, Tile, fitting_width, vocabulary_tiles
+from liger_cutedsl.tiling import ROW_MULTIPLE, SPARE_COLUMNS, TILE_QUANTUM, Tile, fitting_width, vocabulary_tiles
 
 NAME = "recompute"
 
@@ -85,7 +85,7 @@ def obstacle(engine, task: Task) -> None:
 def plan(engine, task: Task, reason: str) -> Route:
     problem, wanted, budget = task.local, task.wanted, task.settings.budget
     if problem.vocab == 0:  # a shard of nothing but padding
-        return Route(engine.name, NAME, problem.gemm_dtype, reason, gemms=1)
+        return Route(engine.name, NAME, problem.gemm_dtype, reason, tile_width=TILE_QUANTUM)
     fixed, column = accumulator_bytes(problem, wanted), engine.column_bytes(problem)
     kept = kept_columns(engine, problem, wanted, budget)
     tiled = 0 if kept == problem.vocab else kept  # all are kept: tiles are for a second backward
@@ -207,7 +207,7 @@ def _gradients(engine, task: Task, route: Route, state: RecomputeState, upstream
         del kept
     buffer = torch.empty(problem.tokens, tile_width + SPARE_COLUMNS, dtype=dz_dtype, device=problem.device)
     fix, target = coefficients.fix.to(dz_dtype)[:, None], problem.target - first
-    owner, column = target // max(tile_width, 1), (target % max(tile_width, 1)).long()
+    owner, column = target // tile_width, (target % tile_width).long()
     for index, tile in enumerate(vocabulary_tiles(problem.vocab, tile_width, first)):
         dz = buffer[:, : tile.width]
         engine.dz_tile(problem, state.stats.lse, coefficients, tile, out=dz)
