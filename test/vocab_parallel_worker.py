@@ -5,6 +5,7 @@ python test/vocab_parallel_worker.py SUITE     prints "rank R done" when everyth
 DEVICE=cuda: on GPU number RANK, over NCCL (suites "options" and "shards"); else on the CPU, over gloo.
 """
 
+import contextlib
 import itertools
 import os
 import sys
@@ -197,12 +198,12 @@ def exchanged_once(head, sizes):
     dist.all_gather_into_tensor = gather
 
 
-def refused(call, *words):
+def refused(call, *words, error=(TypeError, ValueError)):
     """On every rank, and before anyone waits for another."""
     try:
         call()
-    except (TypeError, ValueError) as error:
-        assert all(word in str(error) for word in words), error
+    except error as raised:
+        assert all(word in str(raised) for word in words), raised
     else:
         raise SystemExit(f"accepted what must be refused: {words}")
 
@@ -247,8 +248,9 @@ def suite_changed_on_gpus():
     assert_close(head(x, weight, target), expected, bound, "loss")
 
 
-def suite_changes():
-    """As on a GPU, where the sizes are read in a shard's first call alone: what a later change on one rank does."""
+@contextlib.contextmanager
+def as_on_a_gpu():
+    """What ranks say of themselves is read to the host in the first call of its kind alone."""
     from liger_cutedsl import shards, testing
 
     on_cpu = shards._agreed
@@ -256,25 +258,70 @@ def suite_changes():
     class OnGpu(torch.Tensor):
         is_cuda = True
 
-    def as_on_gpu(shard, headers):
+    def agreed(shard, headers):
         return on_cpu(shard, headers.as_subclass(OnGpu)).as_subclass(torch.Tensor)
 
-    shards._agreed = as_on_gpu
-    x, target, head = torch.randn(5, 8), torch.arange(5), vocab_parallel_fused_linear_cross_entropy
-    weight = torch.randn(10 + RANK, 8)
-    for _ in range(3):
-        assert torch.isfinite(head(x, weight, target))
-    if RANK == WORLD - 1:
-        refused(lambda: head(x, torch.randn(20, 8), target), "changed on some ranks only", "vocab_size tells apart")
-    else:
-        assert torch.isnan(head(x, weight, target))
-    assert torch.isfinite(head(x, weight, target))
-    # two heads that are equal on the first rank alone
-    second = torch.randn(10 + 2 * RANK, 8)
-    assert torch.isfinite(head(x, second, target, vocab_size=10 * WORLD + WORLD * (WORLD - 1)))
-    assert torch.isfinite(head(x, weight, target))
+    shards._agreed = agreed
+    yield
     shards._agreed = on_cpu
     testing.reset()
+
+
+def suite_changes():
+    """As on a GPU, where the sizes are read in a shard's first call alone: what a later change on one rank does."""
+    with as_on_a_gpu():
+        x, target, head = torch.randn(5, 8), torch.arange(5), vocab_parallel_fused_linear_cross_entropy
+        weight = torch.randn(10 + RANK, 8)
+        for _ in range(3):
+            assert torch.isfinite(head(x, weight, target))
+        if RANK == WORLD - 1:
+            refused(lambda: head(x, torch.randn(20, 8), target), "changed on some ranks only", "vocab_size tells apart")
+        else:
+            assert torch.isnan(head(x, weight, target))
+        assert torch.isfinite(head(x, weight, target))
+        # two heads that are equal on the first rank alone
+        second = torch.randn(10 + 2 * RANK, 8)
+        assert torch.isfinite(head(x, second, target, vocab_size=10 * WORLD + WORLD * (WORLD - 1)))
+        assert torch.isfinite(head(x, weight, target))
+
+
+def suite_failing_kernels():
+    """All ranks do without a kernel that fails in the first call of its kind; later a failure is one rank's own."""
+    from liger_cutedsl import testing
+
+    broken = RANK == WORLD - 1
+    case = Case(tokens=20, vocab=10 * WORLD, dtype=torch.float32, ignored=0.0)
+    x, weight, target, *_ = case.tensors()
+    shard = weight.detach()[10 * RANK : 10 * RANK + 10].clone().requires_grad_()
+    expected, (dx, dw, _) = reference(x, weight, target, None, None, LossOptions())
+
+    def failing(where):
+        return testing.planted_kernel_failure(where, on_cpu=True) if broken else contextlib.nullcontext()
+
+    def head():
+        return vocab_parallel_fused_linear_cross_entropy(x, shard, target, workspace_mb=0.001)
+
+    with as_on_a_gpu():
+        with failing("forward"):
+            loss = head()
+            assert "could not be compiled" in testing.kernel_failure()
+            found = torch.autograd.grad(loss, (x, shard))
+        assert_close(loss, expected["loss"], LOSS_BOUND_FLOAT32, "loss")
+        for name, got, want in zip(("dx", "dW"), found, (dx, dw[10 * RANK : 10 * RANK + 10]), strict=True):
+            assert_close(got, want, GRADIENT_BOUND[torch.float32], name)
+        with failing("forward"):
+            if broken:
+                refused(head, "failed on this rank", "planted", error=RuntimeError)
+            else:
+                assert torch.isnan(head())
+        with failing("backward"):
+            loss = head()
+            assert_close(loss, expected["loss"], LOSS_BOUND_FLOAT32, "loss")
+            if broken:
+                refused(lambda: torch.autograd.grad(loss, x), "failed on this rank", "planted", error=RuntimeError)
+            else:
+                assert torch.autograd.grad(loss, x)[0].isnan().all()
+        assert_close(head(), expected["loss"], LOSS_BOUND_FLOAT32, "loss")
 
 
 def suite_dtensor():
