@@ -1,0 +1,151 @@
+"""Mutants: kernels with one instruction taken out, or one constant or comparison off by one, and whether the cases
+notice. `python test/ptx mutate` runs them all and prints what is not noticed."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from ptx.cases import CASES, run
+from ptx.decoding import decode
+from ptx.launches import Executed
+from ptx.parsing import Instruction, Kernel
+
+SYNCHRONISING = re.compile(
+    r"bar\.sync|bar\.arrive|bar\.warp|try_wait|fence\.proxy|mbarrier\.arrive|commit|wait_group|wait::ld|"
+    r"barrier\.cluster|dealloc"
+)
+OFF_BY_ONE = re.compile(r"(add|sub|and|shl|shr|mul\.lo)\.\w?\w?\d\d|mov\.b32|(st|ld)\.(shared|global)")
+OTHER_COMPARISON = {"gt": "ge", "ge": "gt", "lt": "le", "le": "lt", "eq": "ne", "ne": "eq"}
+
+
+@dataclass
+class Mutant:
+    """An instruction of a kernel, and what it becomes: a function of a warp."""
+
+    index: int
+    text: str
+    kind: str
+    code: object
+
+    def __str__(self) -> str:
+        return f"{self.index} {self.text}"
+
+
+def without_synchronisation(kernel: Kernel, executed: np.ndarray) -> Iterator[Mutant]:
+    """Each synchronising instruction that ran, left out. A wait that only looks (try_wait without a time to suspend
+    for) saves time and guards nothing."""
+    for i, instruction in enumerate(kernel.instructions):
+        if not executed[i] or not SYNCHRONISING.search(instruction.op):
+            continue
+        kind = instruction.op.split(".shared")[0].split(".cta_group")[0].split(".sync.aligned")[0]
+        if "try_wait" not in instruction.op:
+            yield Mutant(i, instruction.text, kind, lambda warp: None)
+        elif len(instruction.operands) > 3:
+            passes = instruction.operands[0]
+            yield Mutant(i, instruction.text, kind, lambda warp, p=passes: warp.set(p, np.asarray(True)))
+
+
+def off_by_one(kernel: Kernel, executed: np.ndarray) -> Iterator[Mutant]:
+    """Each integer comparison, constant and address offset that ran, off by one: < for ≤, c + 1 for c."""
+    for i, instruction in enumerate(kernel.instructions):
+        if not executed[i]:
+            continue
+        for op, operands in _changed(instruction):
+            changed = Instruction(instruction.text, instruction.guard, op, operands)
+            text = f"{instruction.text}  →  {op} {', '.join(operands)}"
+            yield Mutant(i, text, op.split(".")[0], decode(kernel.form(changed)))
+
+
+def _changed(instruction: Instruction) -> Iterator[tuple[str, list[str]]]:
+    op, operands = instruction.op, instruction.operands
+    comparison = re.match(r"setp\.(gt|ge|lt|le|eq|ne)\.([sub]32)", op)
+    if comparison:
+        yield op.replace(comparison[1], OTHER_COMPARISON[comparison[1]], 1), operands
+    if not OFF_BY_ONE.match(op):
+        return
+    for j, operand in enumerate(operands):
+        address = re.fullmatch(r"\[(%\w+)(?:\+(\d+))?\]", operand)
+        if re.fullmatch(r"-?\d+", operand):
+            changed = str(int(operand) + 1)
+        elif address and op[:2] in ("st", "ld"):
+            changed = f"[{address[1]}+{int(address[2] or 0) + _width(op)}]"
+        else:
+            continue
+        yield op, [*operands[:j], changed, *operands[j + 1 :]]
+
+
+def _width(op: str) -> int:
+    """Bytes of the access: what an index off by one is off by."""
+    vector = re.search(r"\.v(\d)\.", op)
+    return int(vector[1] if vector else 1) * int(re.search(r"(\d+)$", op)[1]) // 8
+
+
+@contextmanager
+def planted(kernel: Kernel, mutant: Mutant):
+    original, kernel.code[mutant.index] = kernel.code[mutant.index], mutant.code
+    try:
+        yield
+    finally:
+        kernel.code[mutant.index] = original
+
+
+def verdict(gpu: Executed, name: str, seed: int | None) -> str:
+    """What a run of a case says: "" where nothing is wrong."""
+    case = CASES[name]
+    gpu.seed, gpu.clusters = seed, case.clusters
+    try:
+        errors = run(case)
+    except Exception as error:  # whatever a mutant brings about
+        return str(error.__cause__ or error).split("\n")[0][:90]
+    wrong = [what for what, share in errors.items() if not share <= 1]
+    return f"wrong {', '.join(wrong)}" if wrong else ""
+
+
+def kernel_of(gpu: Executed, name: str) -> tuple[Kernel, np.ndarray]:
+    """(kernel, how often each instruction ran) of a case, which has to be right."""
+    wrong = verdict(gpu, name, None)
+    if wrong:
+        raise AssertionError(f"{name} is wrong without a mutant: {wrong}")
+    launched = gpu.launches[-1]
+    return launched.kernel, launched.counts.sum(axis=0)
+
+
+def noticed(gpu: Executed, kernel: Kernel, mutant: Mutant, name: str, seeds) -> str:
+    """By which seed and how a case notices a mutant, or ""."""
+    with planted(kernel, mutant):
+        for seed in seeds:
+            found = verdict(gpu, name, seed)
+            if found:
+                return f"seed {seed}: {found}"
+    return ""
+
+
+def sample(mutants: list[Mutant], count: int | None, seed: int = 1) -> list[Mutant]:
+    if count is None or count >= len(mutants):
+        return mutants
+    return sorted(random.Random(seed).sample(mutants, count), key=lambda mutant: mutant.index)
+
+
+def report(arch: str, names: list[str], seeds: list[int], which: str, count: int | None) -> None:
+    """Prints a line for each mutant that is not noticed, and the shares."""
+    make = {"sync": without_synchronisation, "values": off_by_one}[which]
+    with Executed() as gpu:
+        for name in names:
+            kernel, executed = kernel_of(gpu, name)
+            tally: dict[str, list[int]] = {}
+            for mutant in sample(list(make(kernel, executed)), count):
+                found = noticed(gpu, kernel, mutant, name, seeds)
+                gpu.launches.clear()
+                hits = tally.setdefault(mutant.kind, [0, 0])
+                hits[0], hits[1] = hits[0] + bool(found), hits[1] + 1
+                if not found:
+                    print(f"{arch} {name}: not noticed: {mutant}", flush=True)
+            total = [sum(column) for column in zip(*tally.values(), strict=True)]
+            kinds = ", ".join(f"{kind} {a}/{b}" for kind, (a, b) in sorted(tally.items()))
+            print(f"{arch} {name}: {which}: {total[0]} of {total[1]} noticed ({kinds})", flush=True)
