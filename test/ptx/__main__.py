@@ -24,13 +24,19 @@ def parser() -> argparse.ArgumentParser:
     mutate.add_argument("--seeds", type=int, default=12)
     mutate.add_argument("--count", type=int, help="a sample of so many mutants a case")
     mutate.add_argument("--arch", default="sm_100a")
+    record = commands.add_parser("record", help="on a Hopper GPU: run the cases there and write what they give")
+    record.add_argument("file", type=Path)
     return main
 
 
 def main() -> None:
     arguments = parser().parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if arguments.command == "mutate":
+    if arguments.command == "record":
+        from ptx import recording
+
+        recording.record(arguments.file)
+    elif arguments.command == "mutate":
         prepare(arguments.arch)
         from ptx import mutants
 

@@ -86,6 +86,59 @@ def _width(op: str) -> int:
     return int(vector[1] if vector else 1) * int(re.search(r"(\d+)$", op)[1]) // 8
 
 
+# What a warp may still do after a wait whose only effect is that the warp ends later.
+HARMLESS = re.compile(
+    r"(mbarrier\.(try|test)_wait|bra|setp|selp|mov|add|sub|xor|and|or|not|shl|shr|mul|mad|ret|exit|elect)"
+)
+
+
+def harmless(kernel: Kernel, index: int, last_waits: set[int]) -> str:
+    """Why nothing can come of leaving an instruction out, or "". Two reasons are looked for:
+
+    a wait after which its warp does nothing but wait, reckon and end: it keeps the CTA's shared memory for others'
+    arrivals, which the CTA's other warps do as well;
+    synchronisation of stores in a kernel that stores nothing: groups of TMA stores, and the fence and barriers there.
+    """
+    instructions = kernel.instructions
+    if index in last_waits:
+        return "its warp only ends after it"
+    if any(i.op.startswith("cp.async.bulk.tensor.2d.global") for i in instructions):
+        return ""
+    near = [i.op for i in instructions[max(0, index - 3) : index + 1]]
+    groups = any(op.startswith("cp.async.bulk.") and "group" in op for op in near)
+    if groups and re.match(r"cp\.async\.bulk|bar\.sync|fence\.proxy", instructions[index].op):
+        return "there is no TMA store to order"
+    return ""
+
+
+def last_waits(gpu: Executed, kernel: Kernel, name: str) -> set[int]:
+    """The waits after which no warp that came to them, in a run of the case, did anything but wait, reckon and end."""
+    traces: dict[int, list[int]] = {}
+    original = list(kernel.code)
+
+    def traced(index, code):
+        def step(warp):
+            traces.setdefault(id(warp), []).append(index)
+            return code(warp)
+
+        return step
+
+    kernel.code[:] = [traced(i, code) for i, code in enumerate(original)]
+    try:
+        verdict(gpu, name, None)
+    finally:
+        kernel.code[:] = original
+    others, found = set(), set()
+    for trace in traces.values():
+        ending = True
+        for index in reversed(trace):  # from the end: as long as nothing else was met
+            op = kernel.instructions[index].op
+            if "try_wait" in op:
+                (found if ending else others).add(index)
+            ending = ending and HARMLESS.match(op) is not None
+    return found - others
+
+
 @contextmanager
 def planted(kernel: Kernel, mutant: Mutant):
     original, kernel.code[mutant.index] = kernel.code[mutant.index], mutant.code
@@ -138,14 +191,20 @@ def report(arch: str, names: list[str], seeds: list[int], which: str, count: int
     with Executed() as gpu:
         for name in names:
             kernel, executed = kernel_of(gpu, name)
+            lasts = last_waits(gpu, kernel, name) if which == "sync" else set()
             tally: dict[str, list[int]] = {}
+            equal = 0
             for mutant in sample(list(make(kernel, executed)), count):
                 found = noticed(gpu, kernel, mutant, name, seeds)
                 gpu.launches.clear()
-                hits = tally.setdefault(mutant.kind, [0, 0])
-                hits[0], hits[1] = hits[0] + bool(found), hits[1] + 1
+                reason = "" if found or which == "values" else harmless(kernel, mutant.index, lasts)
+                equal += bool(reason)
                 if not found:
-                    print(f"{arch} {name}: not noticed: {mutant}", flush=True)
-            total = [sum(column) for column in zip(*tally.values(), strict=True)]
+                    print(f"{arch} {name}: not noticed: {mutant}{' — ' * bool(reason)}{reason}", flush=True)
+                if not reason:
+                    hits = tally.setdefault(mutant.kind, [0, 0])
+                    hits[0], hits[1] = hits[0] + bool(found), hits[1] + 1
+            hit, total = (sum(column) for column in zip(*tally.values(), strict=True))
             kinds = ", ".join(f"{kind} {a}/{b}" for kind, (a, b) in sorted(tally.items()))
-            print(f"{arch} {name}: {which}: {total[0]} of {total[1]} noticed ({kinds})", flush=True)
+            without = f", {equal} more change nothing" if equal else ""
+            print(f"{arch} {name}: {which}: {hit} of {total} noticed ({hit / total:.1%}){without}: {kinds}", flush=True)

@@ -107,3 +107,47 @@ def replace_gpu(matmul, multiprocessors: int) -> None:
     routing.cute_obstacle = lambda *_: None
     cute_engine._multiprocessors = lambda _: multiprocessors
     recompute.matmul = single_pass.matmul = matmul
+
+
+@contextmanager
+def captured():
+    """Yields a dict that fills with the outputs of each launch, as the kernels write them: name → tensor."""
+    written: dict[str, torch.Tensor] = {}
+    run = cute_engine.CuteEngine._run
+
+    def recording(engine, kernel, x, weight, out, arguments, tile):
+        run(engine, kernel, x, weight, out, arguments, tile)
+        names = ("lse", "target_logit", "weighted_sum", "argmax", "sum_exp", "tile_max_out", "is_max")
+        outputs = {name: arguments[name] for name in names if name in arguments and kernel_writes(name, arguments)}
+        outputs |= {} if out is None else {"D": out}
+        for name, value in outputs.items():
+            if name == "argmax":
+                written["largest"], written["column"] = cute_engine.OnlineArgmax.decoded(value)
+            else:
+                written[name] = value
+
+    cute_engine.CuteEngine._run = recording
+    try:
+        yield written
+    finally:
+        cute_engine.CuteEngine._run = run
+
+
+def kernel_writes(name: str, arguments: dict) -> bool:
+    """lse is what forward writes and what backward reads."""
+    return name != "lse" or "row_a" not in arguments
+
+
+def on_device(problem: Problem, device: str) -> Problem:
+    tensors = {
+        name: value.to(device)
+        for name in ("x", "weight", "target", "bias", "ce_weight")
+        if (value := getattr(problem, name)) is not None
+    }
+    return replace(problem, **tensors)
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("quack-kernels", "nvidia-cutlass-dsl")}
