@@ -12,7 +12,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # so that this package i
 from ptx.launches import prepare  # noqa: E402
 
 SYNC_CASES = ["exp three tiles a cluster", "exp all", "backward all", "forward ragged"]
-VALUE_CASES = ["exp all", "forward all", "backward all"]
+VALUE_CASES = ["exp rows ragged", "forward ragged", "exp all", "backward rows ragged"]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -26,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
     mutate.add_argument("--arch", default="sm_100a")
     record = commands.add_parser("record", help="on a Hopper GPU: run the cases there and write what they give")
     record.add_argument("file", type=Path)
+    commands.add_parser("count", help="count what each warp does a tile against the time of the MMAs")
     return main
 
 
@@ -36,6 +37,11 @@ def main() -> None:
         from ptx import recording
 
         recording.record(arguments.file)
+    elif arguments.command == "count":
+        prepare("sm_100a", keep="ptx,cubin")
+        from ptx import counting
+
+        counting.report()
     elif arguments.command == "mutate":
         prepare(arguments.arch)
         from ptx import mutants

@@ -59,6 +59,8 @@ def _init(form: Form):
         addresses, counts = address(warp), lanes_of(count(warp))
         for lane in warp.active:
             shared_at(warp.cluster, addresses[lane], 8, form.op)
+            if addresses[lane] % 8:
+                raise PtxError("an mbarrier at an address that is no multiple of 8")
             warp.cluster.barriers[int(addresses[lane])] = Barrier(int(counts[lane]))
         return YIELD
 

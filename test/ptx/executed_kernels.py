@@ -62,11 +62,8 @@ def test_against_float64_and_the_torch_engine(gpu, name):
         check(gpu, CASES[name], seed, compare_engine=seed is None)
 
 
-def columns_case(kernel: str, width: int) -> Case:
-    """One row block, and a last tile of `width` columns."""
-    tile = package.tile_columns(kernel, cases.make(Case(kernel, 1, 8, 1)))
-    targets = (tile + width - 1, width - 1, tile, tile - 1)
-    return Case(kernel, 4, 8, tile + width, scale=0.02, negative=True, targets=targets, seed=width)
+def tile_of(kernel: str) -> int:
+    return package.tile_columns(kernel, cases.make(Case(kernel, 1, 8, 1)))
 
 
 @pytest.mark.parametrize("kernel", ["forward", "exp"])
@@ -74,12 +71,13 @@ def test_widths_of_the_last_tile(gpu, kernel):
     if ARCH != "sm_100a":
         pytest.skip("these kernels are the same on sm_103a: with -m blackwell")
     for width in WIDTHS:
-        check(gpu, columns_case(kernel, width))
+        check(gpu, mutants.width_case(kernel, width, tile_of(kernel)))
 
 
 @pytest.mark.parametrize("kernel", ["forward", "exp"])
 def test_a_target_in_every_column(gpu, kernel):
-    tile = package.tile_columns(kernel, cases.make(Case(kernel, 1, 8, 1)))
+    tile = tile_of(kernel)
+    assert tile == mutants.TILE
     targets = tuple(random.Random(1).sample(range(2 * tile), 2 * tile))
     check(gpu, Case(kernel, 2 * tile, 8, 2 * tile, targets=targets))
 
@@ -113,14 +111,14 @@ def test_planted_fault_is_noticed(gpu, fault):
     if ARCH != "sm_100a":
         pytest.skip("on sm_100a")
     for name in FAULTS[fault]:
-        kernel, _ = mutants.kernel_of(gpu, name)
+        kernel, _ = mutants.kernel_of(gpu, CASES[name])
         planted = fault(kernel)
         assert planted, f"the fault's place was not found in {name}"
         original = list(kernel.code)
         for mutant in planted:
             kernel.code[mutant.index] = mutant.code
         try:
-            assert any(mutants.verdict(gpu, name, seed) for seed in (None, 1)), f"{name} does not notice"
+            assert any(mutants.verdict(gpu, CASES[name], seed) for seed in (None, 1)), f"{name} does not notice"
         finally:
             kernel.code[:] = original
 
@@ -145,8 +143,8 @@ def test_every_variant(gpu, name, kernel, dtype, flags, ragged):
 @pytest.mark.blackwell
 @pytest.mark.parametrize("kernel", share_of(["forward", "exp"]))
 def test_every_width_of_the_last_tile(gpu, kernel):
-    for width in range(1, package.tile_columns(kernel, cases.make(Case(kernel, 1, 8, 1)))):
-        check(gpu, columns_case(kernel, width), seed=width)
+    for width in range(1, tile_of(kernel)):
+        check(gpu, mutants.width_case(kernel, width, tile_of(kernel)), seed=width)
 
 
 @pytest.mark.blackwell

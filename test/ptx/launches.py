@@ -34,8 +34,11 @@ ATTRIBUTE_BYTES = 72
 CUDA_DEVICE = 2  # DLPack's kDLCUDA
 
 
-def prepare(arch: str) -> None:
-    """Sets the environment that quack and CuTe DSL read when they are imported. Nothing is kept on disk."""
+def prepare(arch: str, keep: str = "ptx") -> None:
+    """Sets the environment that quack and CuTe DSL read when they are imported. Nothing is kept on disk.
+
+    keep: what CuTe DSL keeps with a compiled function, "ptx,cubin" for its machine code too.
+    """
     if "cutlass" in sys.modules:
         raise RuntimeError("CuTe DSL is imported already, for an architecture of its own")
     folder = tempfile.mkdtemp(prefix="ptx-")
@@ -46,16 +49,18 @@ def prepare(arch: str) -> None:
         CUTE_DSL_ARCH=arch,
         CUDA_VISIBLE_DEVICES="",
         QUACK_CACHE_ENABLED="0",
-        CUTE_DSL_KEEP="ptx",
+        CUTE_DSL_KEEP=keep,
         CUTE_DSL_DUMP_DIR=folder,
     )
 
 
 @dataclass
 class Launched:
-    """One launch that was executed. counts: how often each warp executed each instruction (see Launch.run)."""
+    """One launch that was executed. counts: how often each warp executed each instruction (see Launch.run).
+    compiled: CuTe DSL's compiled function."""
 
     kernel: Kernel
+    compiled: object
     grid: tuple[int, int, int]
     cluster: tuple[int, int, int]
     counts: np.ndarray
@@ -94,7 +99,7 @@ class Executed:
             raise PtxError("CuTe DSL kept no PTX with the compiled function: was prepare() called before its import?")
         if text not in self.kernels:
             self.kernels[text] = Kernel(text)
-        self._kernel, self._memory = self.kernels[text], GlobalMemory()
+        self._kernel, self._compiled, self._memory = self.kernels[text], plan.compiled_fn, GlobalMemory()
         arguments = [self._on_device(argument) for argument in arguments]
         plan.compiled_fn(*arguments, *[None] * (9 - len(arguments)))  # trailing: scale factors, which we have none of
         if self._error:
@@ -124,7 +129,8 @@ class Executed:
                 params[at : at + size] = ctypes.string_at(arguments[i], size)
             start = time.perf_counter()
             counts = Launch(self._kernel, bytes(params), self._memory, grid, cluster).run(self.seed)
-            self.launches.append(Launched(self._kernel, grid, cluster, counts, time.perf_counter() - start))
+            seconds = time.perf_counter() - start
+            self.launches.append(Launched(self._kernel, self._compiled, grid, cluster, counts, seconds))
         except BaseException as error:  # must not cross the C code: it is raised behind it
             self._error = error
         return 0

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ptx.cases import CASES, run
+from ptx.cases import CASES, Case, run
 from ptx.decoding import decode
 from ptx.launches import Executed
+from ptx.package import Flags
 from ptx.parsing import Instruction, Kernel
+
+TILE = 256  # columns of every Blackwell kernel's tile
+PLAIN = Flags()
 
 SYNCHRONISING = re.compile(
     r"bar\.sync|bar\.arrive|bar\.warp|try_wait|fence\.proxy|mbarrier\.arrive|commit|wait_group|wait::ld|"
@@ -111,7 +115,7 @@ def harmless(kernel: Kernel, index: int, last_waits: set[int]) -> str:
     return ""
 
 
-def last_waits(gpu: Executed, kernel: Kernel, name: str) -> set[int]:
+def last_waits(gpu: Executed, kernel: Kernel, case: Case) -> set[int]:
     """The waits after which no warp that came to them, in a run of the case, did anything but wait, reckon and end."""
     traces: dict[int, list[int]] = {}
     original = list(kernel.code)
@@ -125,7 +129,7 @@ def last_waits(gpu: Executed, kernel: Kernel, name: str) -> set[int]:
 
     kernel.code[:] = [traced(i, code) for i, code in enumerate(original)]
     try:
-        verdict(gpu, name, None)
+        verdict(gpu, case, None)
     finally:
         kernel.code[:] = original
     others, found = set(), set()
@@ -148,9 +152,8 @@ def planted(kernel: Kernel, mutant: Mutant):
         kernel.code[mutant.index] = original
 
 
-def verdict(gpu: Executed, name: str, seed: int | None) -> str:
+def verdict(gpu: Executed, case: Case, seed: int | None) -> str:
     """What a run of a case says: "" where nothing is wrong."""
-    case = CASES[name]
     gpu.seed, gpu.clusters = seed, case.clusters
     try:
         errors = run(case)
@@ -160,23 +163,50 @@ def verdict(gpu: Executed, name: str, seed: int | None) -> str:
     return f"wrong {', '.join(wrong)}" if wrong else ""
 
 
-def kernel_of(gpu: Executed, name: str) -> tuple[Kernel, np.ndarray]:
+def kernel_of(gpu: Executed, case: Case) -> tuple[Kernel, np.ndarray]:
     """(kernel, how often each instruction ran) of a case, which has to be right."""
-    wrong = verdict(gpu, name, None)
+    wrong = verdict(gpu, case, None)
     if wrong:
-        raise AssertionError(f"{name} is wrong without a mutant: {wrong}")
+        raise AssertionError(f"{case} is wrong without a mutant: {wrong}")
     launched = gpu.launches[-1]
     return launched.kernel, launched.counts.sum(axis=0)
 
 
-def noticed(gpu: Executed, kernel: Kernel, mutant: Mutant, name: str, seeds) -> str:
-    """By which seed and how a case notices a mutant, or ""."""
+def noticed(gpu: Executed, kernel: Kernel, mutant: Mutant, runs: Iterable[tuple[Case, int | None]]) -> str:
+    """How one of the runs, of a case with a seed, notices a mutant, or ""."""
     with planted(kernel, mutant):
-        for seed in seeds:
-            found = verdict(gpu, name, seed)
+        for case, seed in runs:
+            found = verdict(gpu, case, seed)
+            gpu.launches.clear()
             if found:
                 return f"seed {seed}: {found}"
     return ""
+
+
+def width_case(kernel: str, width: int, tile: int, flags: Flags = PLAIN) -> Case:
+    """One row block, and a last tile of `width` columns. All logits are negative, so that a column beyond the
+    vocabulary, which is 0, would be the largest."""
+    targets = (tile + width - 1, width - 1, tile, tile - 1)
+    return Case(kernel, 4, 8, tile + width, "bf16", flags, scale=0.02, negative=True, targets=targets, seed=width)
+
+
+def other_cases(case: Case, instruction: Instruction) -> Iterator[Case]:
+    """More of the set's cases for the same kernel: one with several tiles of every kind, some that end within a tile,
+    those as wide as a comparison's constant says (within the tile or one of its parts of 32 columns), a target in every
+    column."""
+    yield replace(case, n=600, hidden=264, vocab=case.vocab + 2 * TILE, clusters=5)
+    if case.vocab % TILE == 0 or case.dtype != "bf16":
+        return
+    widths, constant = [33, 100, 129], instruction.operands[-1]
+    if instruction.op.startswith("setp") and re.fullmatch(r"\d+", constant) and int(constant) < TILE:
+        first = int(constant) % 32
+        widths += [int(constant) + extra for extra in (0, 1)] + [w for w in range(TILE) if w % 32 in (first, first + 1)]
+    for width in dict.fromkeys(widths):
+        if 0 < width < TILE:
+            yield width_case(case.kernel, width, TILE, case.flags)
+    if case.kernel != "backward":
+        columns = random.Random(1).sample(range(2 * TILE - 1), 2 * TILE - 1)
+        yield Case(case.kernel, 2 * TILE - 1, 8, 2 * TILE - 1, case.dtype, case.flags, targets=tuple(columns))
 
 
 def sample(mutants: list[Mutant], count: int | None, seed: int = 1) -> list[Mutant]:
@@ -185,18 +215,21 @@ def sample(mutants: list[Mutant], count: int | None, seed: int = 1) -> list[Muta
     return sorted(random.Random(seed).sample(mutants, count), key=lambda mutant: mutant.index)
 
 
-def report(arch: str, names: list[str], seeds: list[int], which: str, count: int | None) -> None:
+def report(arch: str, names: list[str], seeds: list[int | None], which: str, count: int | None) -> None:
     """Prints a line for each mutant that is not noticed, and the shares."""
     make = {"sync": without_synchronisation, "values": off_by_one}[which]
     with Executed() as gpu:
         for name in names:
-            kernel, executed = kernel_of(gpu, name)
-            lasts = last_waits(gpu, kernel, name) if which == "sync" else set()
+            case = CASES[name]
+            kernel, executed = kernel_of(gpu, case)
+            lasts = last_waits(gpu, kernel, case) if which == "sync" else set()
             tally: dict[str, list[int]] = {}
             equal = 0
             for mutant in sample(list(make(kernel, executed)), count):
-                found = noticed(gpu, kernel, mutant, name, seeds)
-                gpu.launches.clear()
+                runs = [(case, seed) for seed in seeds]
+                if which == "values":
+                    runs += [(other, None) for other in other_cases(case, kernel.instructions[mutant.index])]
+                found = noticed(gpu, kernel, mutant, runs)
                 reason = "" if found or which == "values" else harmless(kernel, mutant.index, lasts)
                 equal += bool(reason)
                 if not found:
@@ -204,7 +237,11 @@ def report(arch: str, names: list[str], seeds: list[int], which: str, count: int
                 if not reason:
                     hits = tally.setdefault(mutant.kind, [0, 0])
                     hits[0], hits[1] = hits[0] + bool(found), hits[1] + 1
-            hit, total = (sum(column) for column in zip(*tally.values(), strict=True))
-            kinds = ", ".join(f"{kind} {a}/{b}" for kind, (a, b) in sorted(tally.items()))
-            without = f", {equal} more change nothing" if equal else ""
-            print(f"{arch} {name}: {which}: {hit} of {total} noticed ({hit / total:.1%}){without}: {kinds}", flush=True)
+            print(f"{arch} {name}: {which}: {_shares(tally, equal)}", flush=True)
+
+
+def _shares(tally: dict[str, list[int]], equal: int) -> str:
+    hit, total = (sum(column) for column in zip(*tally.values(), strict=True))
+    kinds = ", ".join(f"{kind} {a}/{b}" for kind, (a, b) in sorted(tally.items()))
+    without = f", {equal} more change nothing" if equal else ""
+    return f"{hit} of {total} noticed ({hit / total:.1%}){without}: {kinds}"

@@ -20,7 +20,7 @@ from liger_cutedsl.schedules.tiling import Tile
 
 KERNELS = ("forward", "exp", "backward")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-headroom = exp_headroom
+headroom, find_nvdisasm = exp_headroom, compile_kernels.find_nvdisasm
 
 
 @dataclass(frozen=True)
