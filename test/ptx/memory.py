@@ -31,12 +31,19 @@ SHARED_BYTES = 228 * 1024 + 1024
 
 @dataclass
 class Window:
-    """A tensor of the launch: bytes at an address, in rows of row_bytes every pitch bytes."""
+    """A tensor of the launch: bytes at an address, in rows of row_bytes every pitch bytes.
+
+    written: for each byte, whether the launch has written it. No kernel here writes a result twice: one that does has
+    computed a tile twice.
+    """
 
     address: int
     view: np.ndarray
     row_bytes: int
     pitch: int
+
+    def __post_init__(self):
+        self.written = np.zeros(self.view.size, np.uint8)
 
     def holds(self, low: int, high: int) -> bool:
         """Whether [low, high) lies within the tensor's bytes; what is between rows (a larger tensor's) does not count
@@ -57,8 +64,8 @@ class GlobalMemory:
                 return window
         raise PtxError(f"{what}: [{low:#x}, {high:#x}) lies in no tensor of the launch")
 
-    def at(self, addresses: np.ndarray, size: int, what: str) -> tuple[np.ndarray, np.ndarray]:
-        """(bytes, offsets) of one access of `size` bytes a lane: all in one tensor, each within a row of it."""
+    def at(self, addresses: np.ndarray, size: int, what: str) -> tuple[Window, np.ndarray]:
+        """(tensor, offsets) of one access of `size` bytes a lane: all in one tensor, each within a row of it."""
         low, high = int(addresses.min()), int(addresses.max()) + size
         window = next((w for w in self.windows if w.address <= low and high <= w.address + w.view.size), None)
         if window is None:
@@ -66,7 +73,14 @@ class GlobalMemory:
         offsets = addresses - window.address
         if (offsets % window.pitch + size > window.row_bytes).any():
             raise PtxError(f"{what}: between the rows of a tensor")
-        return window.view, offsets
+        return window, offsets
+
+
+def mark_written(written: np.ndarray, what: str) -> np.ndarray:
+    """What these bytes become when they are written: 1, where they were 0."""
+    if written.any():
+        raise PtxError(f"{what} over what this launch has written already")
+    return np.ones_like(written)
 
 
 class SharedMemory:
@@ -128,7 +142,11 @@ def locate(warp, space: str, addresses: np.ndarray, size: int, what: str) -> tup
     if (active % size).any():
         raise PtxError(f"{what}: misaligned")
     if space == "global":
-        return warp.cluster.memory.at(active, size, what)
+        window, offsets = warp.cluster.memory.at(active, size, what)
+        if what.startswith("st."):
+            index = offsets[:, None] + np.arange(size)
+            window.written[index] = mark_written(window.written[index], what)
+        return window.view, offsets
     if space == "param":
         return np.frombuffer(warp.cluster.params, np.uint8), active - PARAMS_AT
     low, high = int(active.min()), int(active.max()) + size

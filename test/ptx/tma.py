@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ptx.control import YIELD
-from ptx.memory import GlobalMemory, check_fenced, check_overwrite, shared_at
+from ptx.memory import GlobalMemory, check_fenced, check_overwrite, mark_written, shared_at
 from ptx.values import CTA_SHIFT, I32, OFFSET_MASK, PARAMS_AT, U64, Form, PtxError, lanes_of, read_operand, split
 
 HALF_TYPES = (6, 10)  # of the map's element type: float16, bfloat16
@@ -46,7 +46,7 @@ class TensorMap:
         linear = base + np.arange(self.box[1])[:, None] * row_bytes + np.arange(self.box[0]) * self.itemsize
         return swizzled(linear, self.swizzle)
 
-    def window(self, memory: GlobalMemory, x: int, y: int):
+    def window(self, memory: GlobalMemory, x: int, y: int, store: bool = False):
         """(the part of the tensor that the box at (x, y) covers, its slices within the box), or (None, None)."""
         x0, x1 = max(x, 0), min(x + self.box[0], self.shape[0])
         y0, y1 = max(y, 0), min(y + self.box[1], self.shape[1])
@@ -57,9 +57,15 @@ class TensorMap:
             start = self.address + row * self.stride
             memory.find(start + x0 * self.itemsize, start + x1 * self.itemsize, "a TMA access")
         tensor = memory.find(low, low + (y1 - 1 - y0) * self.stride + (x1 - x0) * self.itemsize, "a TMA access")
-        first = tensor.view[low - tensor.address :][:2].view(np.uint16)
-        part = np.lib.stride_tricks.as_strided(first, (y1 - y0, x1 - x0), (self.stride, self.itemsize))
-        return part, (slice(y0 - y, y1 - y), slice(x0 - x, x1 - x))
+
+        def strided(array: np.ndarray) -> np.ndarray:
+            first = array[low - tensor.address :][:2].view(np.uint16)
+            return np.lib.stride_tricks.as_strided(first, (y1 - y0, x1 - x0), (self.stride, self.itemsize))
+
+        if store:
+            written = strided(tensor.written)
+            written[...] = mark_written(written, "a TMA store")
+        return strided(tensor.view), (slice(y0 - y, y1 - y), slice(x0 - x, x1 - x))
 
 
 def swizzled(address, bits: int):
@@ -125,13 +131,14 @@ def _enqueue_load(cluster, tensor: int, x: int, y: int, to: int, barrier: int, r
 
 
 def _store(form: Form):
-    """From shared memory. It reads as late as it may: when its group is waited for."""
+    """From shared memory. It reads as late as it may: when its group is waited for. quack's epilogue lets all lanes of
+    a warp issue the same store; the machine code issues it once, and so is it here."""
     (tensor, x, y), source = _tensor_operand(form, 0), form.address(1)
 
     def store(warp):
         values = [read(warp) for read in (tensor, x, y, source)]
-        for lane in warp.active:
-            warp.stores.append(_prepared_store(warp.cluster, *[int(value[lane]) for value in values]))
+        for arguments in dict.fromkeys(tuple(int(value[lane]) for value in values) for lane in warp.active):
+            warp.stores.append(_prepared_store(warp.cluster, *arguments))
         return YIELD
 
     return store
@@ -144,7 +151,7 @@ def _prepared_store(cluster, tensor: int, x: int, y: int, source: int):
     check_fenced(shared, offsets, "a TMA store")
 
     def perform() -> None:
-        part, where = tensor_map.window(cluster.memory, x, y)
+        part, where = tensor_map.window(cluster.memory, x, y, store=True)
         if part is not None:
             part[...] = shared.halves[offsets >> 1][where]
 
