@@ -31,13 +31,14 @@ def wrong_mask_of_maxima(kernel: Kernel) -> list[Mutant]:
 
 
 def _masks(kernel: Kernel, instead: tuple[str, ...]) -> list[Mutant]:
-    found = []
-    pairs = zip(kernel.instructions, kernel.instructions[1:], strict=False)
-    for i, (compare, select) in enumerate(pairs):
-        masked = select.op == "selp.f32" and select.operands[2] in instead
-        if masked and compare.op == "setp.gt.s32" and compare.operands[0] == select.operands[3]:
-            found.append(_replaced(kernel, i, "mask", "setp.ge.s32", compare.operands))
-    return found
+    """Of the comparisons whose predicate selects one of these values."""
+    selects = [i.operands for i in kernel.instructions if i.op == "selp.f32"]
+    predicates = {operands[3] for operands in selects if operands[2] in instead}
+    return [
+        _replaced(kernel, i, "mask", "setp.ge.s32", compare.operands)
+        for i, compare in enumerate(kernel.instructions)
+        if compare.op == "setp.gt.s32" and compare.operands[0] in predicates
+    ]
 
 
 def target_off_by_one(kernel: Kernel) -> list[Mutant]:
