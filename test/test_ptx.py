@@ -33,15 +33,16 @@ JOBS = {
     "kernels sm_103a": (dict(PTX_ARCH="sm_103a"), (KERNELS, *SHARE), 10),
     "recording sm_90a": ({}, (RECORDING, *SHARE), 5),
 }
-# What the project's own tests do with an engine: those that count on the torch engine on a CPU, on autocast of CPU
-# tensors or on thousands of calls do not run here.
+# What the project's own tests do with an engine. Not those that count on the torch engine on a CPU, on autocast of CPU
+# tensors, or that need minutes each.
 OWN_TESTS = (
     "test_arithmetic.py",
     "test_numbers.py",
     "test_schedules.py",
     "test_autograd.py",
     "-k",
-    "executed and not any_combination and not autocast and not rounding_dz and not nothing_of_the_size",
+    "executed and not any_combination and not autocast and not rounding_dz and not nothing_of_the_size "
+    "and not wide_accumulator",
 )
 LONG_JOBS = {
     f"every kernel {arch}, {part + 1} of 4": (dict(PTX_ARCH=arch, PTX_PART=f"{part}/4"), (KERNELS, *LONG), 50)
@@ -51,6 +52,14 @@ LONG_JOBS = {
 LONG_JOBS["recording sm_90a, all"] = ({}, (RECORDING, *LONG), 15)
 LONG_JOBS |= {
     f"own tests {dtype}": (dict(PTX_ARCH="sm_100a", PTX_DTYPE=dtype), OWN_TESTS, 100) for dtype in ("bf16", "fp16")
+}
+LONG_JOBS |= {
+    f"any combination {dtype}": (
+        dict(PTX_ARCH="sm_100a", PTX_DTYPE=dtype),
+        ("test_arithmetic.py", "-k", "executed and any_combination"),
+        3,
+    )
+    for dtype in ("bf16", "fp16")
 }
 LONG_JOBS |= {
     f"operator {dtype} sm_103a": (dict(PTX_ARCH="sm_103a", PTX_DTYPE=dtype), (OPERATOR,), 14)

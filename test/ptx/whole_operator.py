@@ -66,7 +66,5 @@ def install() -> Executed:
     torch.cuda.Event = _NoEvent
     torch.Tensor.is_cuda = True
     interpreter.InterpreterBuilder.cast_impl = _rounding_cast
-    for name in ("create_fp_trunc",):
-        setattr(interpreter.InterpreterBuilder, name, _rounding_cast)
     package.replace_gpu(_matmul, B200_MULTIPROCESSORS)
     return Executed(seed=1).__enter__()
