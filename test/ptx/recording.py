@@ -24,7 +24,7 @@ from ptx import package
 from ptx.cases import CASES, LONG, Case, Expected, U, make, smallest, unit
 
 FILE = Path(__file__).parent / "recorded" / "sm_90a.json"
-PLACES = 256  # of an output whose values are kept
+PLACES = 96  # of an output whose values are kept
 
 
 def recorded_cases() -> dict[str, Case]:
