@@ -12,7 +12,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # so that this package i
 from ptx.launches import prepare  # noqa: E402
 
 SYNC_CASES = ["exp three tiles a cluster", "exp all", "backward all", "forward ragged"]
-VALUE_CASES = ["exp rows ragged", "forward ragged", "exp all", "backward rows ragged"]
+VALUE_CASES = ["exp rows ragged", "forward ragged", "backward rows ragged"]
 
 
 def parser() -> argparse.ArgumentParser:

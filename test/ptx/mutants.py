@@ -16,9 +16,11 @@ from ptx.decoding import decode
 from ptx.launches import Executed
 from ptx.package import Flags
 from ptx.parsing import Instruction, Kernel
+from ptx.values import LANES, U64
 
 TILE = 256  # columns of every Blackwell kernel's tile
 PLAIN = Flags()
+GARBAGE = 0x5A5A5A5A5A5A5A5A
 
 SYNCHRONISING = re.compile(
     r"bar\.sync|bar\.arrive|bar\.warp|try_wait|fence\.proxy|mbarrier\.arrive|commit|wait_group|wait::ld|"
@@ -183,6 +185,32 @@ def noticed(gpu: Executed, kernel: Kernel, mutant: Mutant, runs: Iterable[tuple[
     return ""
 
 
+def valueless(gpu: Executed, kernel: Kernel, mutant: Mutant, runs: list[tuple[Case, int | None]]) -> str:
+    """Why a constant that is off by one changes nothing in the runs, or "": the instruction gives the same value, or it
+    does not matter which value it gives."""
+    instruction, original = kernel.instructions[mutant.index], kernel.code[mutant.index]
+    name = instruction.operands[0] if instruction.operands else ""
+    if not name.startswith("%") or instruction.op[:2] in ("st", "ld"):
+        return ""
+    differs = []
+
+    def both(warp):
+        original(warp)
+        value = warp.regs[name]
+        mutant.code(warp)
+        differs.append(not np.array_equal(value, warp.regs[name]))
+
+    def garbage(warp):
+        mutant.code(warp)
+        value = warp.regs[name]
+        warp.regs[name] = ~value if value.dtype == bool else np.full(LANES, GARBAGE, U64).astype(value.dtype)
+
+    noticed(gpu, kernel, replace(mutant, code=both), runs)
+    if not any(differs):
+        return "the value is the same"
+    return "" if noticed(gpu, kernel, replace(mutant, code=garbage), runs) else "the value goes nowhere"
+
+
 def width_case(kernel: str, width: int, tile: int, flags: Flags = PLAIN) -> Case:
     """One row block, and a last tile of `width` columns. All logits are negative, so that a column beyond the
     vocabulary, which is 0, would be the largest."""
@@ -230,7 +258,10 @@ def report(arch: str, names: list[str], seeds: list[int | None], which: str, cou
                 if which == "values":
                     runs += [(other, None) for other in other_cases(case, kernel.instructions[mutant.index])]
                 found = noticed(gpu, kernel, mutant, runs)
-                reason = "" if found or which == "values" else harmless(kernel, mutant.index, lasts)
+                reason = ""
+                if not found:
+                    sync = which == "sync"
+                    reason = harmless(kernel, mutant.index, lasts) if sync else valueless(gpu, kernel, mutant, runs)
                 equal += bool(reason)
                 if not found:
                     print(f"{arch} {name}: not noticed: {mutant}{' — ' * bool(reason)}{reason}", flush=True)
