@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,17 @@ PLACES = [
     pytest.param(Place("cute", "cuda", CUTE_DTYPES, "recompute", 0.05), id="cute-recompute", marks=pytest.mark.gpu),
     pytest.param(Place("cute", "cuda", CUTE_DTYPES, "recompute"), id="cute-kept", marks=pytest.mark.gpu),
 ]
+EXECUTED = os.environ.get("PTX_DTYPE")  # a process of test_ptx.py: the CuTe engine on CPU tensors, its kernels executed
+if EXECUTED:
+    from ptx import whole_operator
+
+    launches = whole_operator.install()
+    executed = tuple(whole_operator.package.DTYPES[name] for name in EXECUTED.split(","))
+    PLACES = [
+        pytest.param(Place("cute", "cpu", executed), id="executed"),
+        pytest.param(Place("cute", "cpu", executed, "recompute", 0.05), id="executed-recompute"),
+        pytest.param(Place("cute", "cpu", executed, "recompute"), id="executed-kept"),
+    ]
 
 
 def pytest_collection_modifyitems(items):

@@ -1,0 +1,75 @@
+"""Calls of the whole operator with executed kernels, in a process of its own for each dtype (PTX_DTYPE), which
+test_ptx.py starts: both schedules, kept columns, ragged vocabularies, every option at once, a vocabulary split over two
+ranks."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from ptx.package import DTYPES
+from reference import GRADIENT_BOUND, Case, check_case
+
+DTYPE = DTYPES[os.environ["PTX_DTYPE"]]
+FP16 = os.environ["PTX_DTYPE"] == "fp16"
+# schedule, workspace_mb: recompute keeps all exponentials, those that dW's memory holds (bf16), or none
+SINGLE_PASS, KEPT, TILED = ("single_pass", None), ("recompute", None), ("recompute", 0.001)
+EVERYTHING = dict(softcap=20.0, label_smoothing=0.1, lse_square_scale=1e-3, use_token_scaling=True)
+# fp16 single_pass refuses these together, for reasons of accuracy (single_pass.obstacle)
+COMMON = dict(label_smoothing=0.1) if FP16 else EVERYTHING
+CALLS = {
+    "single_pass": (SINGLE_PASS, {}, 200, 509),
+    "single_pass, full tiles": (SINGLE_PASS, {}, 129, 512),
+    "single_pass, chunks": (("single_pass", 0.01), {}, 600, 300),
+    "single_pass, sum": (SINGLE_PASS, dict(reduction="sum"), 3, 257),
+    "single_pass, every option": (SINGLE_PASS, COMMON, 140, 300),
+    "kept": (KEPT, {}, 200, 509),
+    "kept, none": (KEPT, dict(reduction="none"), 40, 765),
+    "tiled": (TILED, {}, 200, 509),
+    "tiled, one row": (TILED, {}, 1, 257),
+    "tiled, two tiles": (TILED, {}, 5, 3300),
+    "tiled, every option": (TILED, EVERYTHING, 140, 509),
+    "kept, every option": (KEPT, EVERYTHING, 140, 300),
+    "tiled, every option, none": (TILED, dict(EVERYTHING, reduction="none"), 37, 301),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_call(name):
+    (schedule, workspace_mb), options, tokens, vocab = CALLS[name]
+    vectors = len(options) > 2
+    ce_weight = vectors and not (FP16 and schedule == "single_pass")
+    case = Case(tokens, 64, vocab, DTYPE, bias=vectors, ce_weight=ce_weight, options=options)
+    # of a handful of elements each may be rounded by nearly a whole unit, as exponential and as dz
+    bound = GRADIENT_BOUND[DTYPE] * (2 if tokens < 8 else 1)
+    check_case(case, engine="cute", schedule=schedule, workspace_mb=workspace_mb, gradient_bound=bound)
+
+
+def test_a_vocabulary_split_over_two_ranks(tmp_path):
+    """Two processes forked off this one, which find its kernels compiled."""
+    import multiprocessing
+
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=_rank, args=(rank, tmp_path / "store")) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(timeout=300)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+
+
+def _rank(rank: int, store) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+    import torch.distributed as dist
+
+    import vocab_parallel_worker as worker
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    worker.ON_GPU = True  # whose tolerances are 16 bits' rounding of dz
+    for options, workspace_mb in (({}, None), (EVERYTHING, None), (EVERYTHING, 0.001)):
+        vectors = dict(bias=bool(options), ce_weight=bool(options))
+        case = worker.Case(40, 64, 580, DTYPE, options=options, **vectors)
+        worker.check(case, [0, 301, 580], workspace_mb=workspace_mb, engine="cute")
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,153 @@
+"""All that the interpreter's cases know of liger_cutedsl: one place to change when names there do. Importing it imports
+quack and CuTe DSL, so ptx.launches.prepare() comes first."""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+import liger_cutedsl.engines.cute_engine as cute_engine
+from liger_cutedsl import ahead_of_time
+from liger_cutedsl.call import Problem
+from liger_cutedsl.engines.torch_engine import TorchEngine
+from liger_cutedsl.epilogues import exp_headroom
+from liger_cutedsl.objective import RowCoefficients
+from liger_cutedsl.options import LossOptions
+from liger_cutedsl.tiling import Tile
+
+KERNELS = ("forward", "exp", "backward")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+headroom, find_nvdisasm = exp_headroom, ahead_of_time.find_nvdisasm
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Which parts of the epilogue a kernel has."""
+
+    bias: bool = False
+    softcap: bool = False
+    ce_weight: bool = False
+    smoothing: bool = False
+    argmax: bool = False
+
+
+def variants(typical: bool = False) -> list[tuple[str, str, str, Flags, bool]]:
+    """(name, kernel, dtype, flags, ragged) of all kernels that `python -m liger_cutedsl compile` makes, or of those of
+    its --typical."""
+    listed = ahead_of_time.typical_variants() if typical else ahead_of_time.all_variants()
+    return [(v.name, v.kernel, v.dtype, Flags(**vars(v.flags)), v.ragged) for v in listed]
+
+
+def make_problem(x, weight, target, bias=None, ce_weight=None, softcap=None, smoothing=0.0, argmax=False) -> Problem:
+    options = LossOptions(softcap=softcap, label_smoothing=smoothing, return_predicted_tokens=argmax)
+    return Problem(x, weight, target, bias, ce_weight, options)
+
+
+def tile_columns(kernel: str, problem: Problem) -> int:
+    """Of the kernel's tile on the architecture at hand."""
+    kind = cute_engine.exp_kind(problem.options) if kernel == "exp" else kernel
+    return cute_engine.tile_of(kind, torch.empty(1)).tile_n
+
+
+@contextmanager
+def exact_folds():
+    """Partial results folded by torch in float64 instead of by Triton kernels: these cases are about the GEMMs."""
+    before = cute_engine.fold_lse, cute_engine.fold_exp
+    cute_engine.fold_lse = lambda lse: lse.double().logsumexp(1)
+    cute_engine.fold_exp = lambda maxima, sums, scale: (
+        maxima.double() + sums.double().log() - scale * math.log(2)
+    ).logsumexp(1)
+    try:
+        yield
+    finally:
+        cute_engine.fold_lse, cute_engine.fold_exp = before
+
+
+def run_forward(problem: Problem):
+    """Row statistics: lse, target_logit, weighted_sum, argmax."""
+    return cute_engine.CuteEngine().row_statistics(problem, problem.vocab)
+
+
+def run_exp(problem: Problem, out: torch.Tensor):
+    """Exponentials into out; (row statistics, maxima of the tiles)."""
+    return cute_engine.CuteEngine().exp_chunk(problem, out)
+
+
+def coefficients(a: torch.Tensor, c: torch.Tensor | None) -> RowCoefficients:
+    return RowCoefficients(a, c, torch.zeros_like(a))
+
+
+def run_backward(problem: Problem, lse: torch.Tensor, rows: RowCoefficients, out: torch.Tensor) -> None:
+    cute_engine.CuteEngine().dz_tile(problem, lse, rows, Tile(0, problem.vocab), out)
+
+
+def on_torch_engine(kernel: str, problem: Problem, out: torch.Tensor, lse=None, rows=None):
+    """The same call on the torch engine, in tiles of the same width. out: float32."""
+    engine = TorchEngine()
+    width = tile_columns(kernel, problem)
+    engine.exp_tile = lambda _: width
+    if kernel == "forward":
+        return engine.row_statistics(problem, width), None
+    if kernel == "exp":
+        return engine.exp_chunk(problem, out)
+    problem = replace(problem, options=replace(problem.options, return_predicted_tokens=False))
+    return engine.dz_tile(problem, lse, rows, Tile(0, problem.vocab), out), None
+
+
+def replace_gpu(matmul, multiprocessors: int) -> None:
+    """For whole_operator.py: the package's plain products, page-locked memory and questions about the GPU."""
+    from liger_cutedsl import routing, rows
+    from liger_cutedsl.schedules import recompute, single_pass
+
+    slots = torch.zeros(1024, 3, dtype=torch.int64).unbind()
+    rows._pinned_slots = lambda: slots
+    routing.cute_obstacle = lambda *_: None
+    cute_engine.multiprocessors = lambda _: multiprocessors
+    recompute.matmul = single_pass.matmul = matmul
+
+
+@contextmanager
+def captured():
+    """Yields a dict that fills with the outputs of each launch, as the kernels write them: name → tensor."""
+    written: dict[str, torch.Tensor] = {}
+    run = cute_engine.CuteEngine._run
+
+    def recording(engine, kernel, x, weight, out, arguments, tile):
+        run(engine, kernel, x, weight, out, arguments, tile)
+        names = ("lse", "target_logit", "weighted_sum", "argmax", "sum_exp", "tile_max_out", "is_max")
+        outputs = {name: arguments[name] for name in names if name in arguments and kernel_writes(name, arguments)}
+        outputs |= {} if out is None else {"D": out}
+        for name, value in outputs.items():
+            if name == "argmax":
+                written["largest"], written["column"] = cute_engine.OnlineArgmax.decoded(value)
+            else:
+                written[name] = value
+
+    cute_engine.CuteEngine._run = recording
+    try:
+        yield written
+    finally:
+        cute_engine.CuteEngine._run = run
+
+
+def kernel_writes(name: str, arguments: dict) -> bool:
+    """lse is what forward writes and what backward reads."""
+    return name != "lse" or "row_a" not in arguments
+
+
+def on_device(problem: Problem, device: str) -> Problem:
+    tensors = {
+        name: value.to(device)
+        for name in ("x", "weight", "target", "bias", "ce_weight")
+        if (value := getattr(problem, name)) is not None
+    }
+    return replace(problem, **tensors)
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("quack-kernels", "nvidia-cutlass-dsl")}
