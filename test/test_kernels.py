@@ -42,7 +42,7 @@ def test_kernels_compile_for_every_architecture(capsys):
         if k.arch != "sm_90a":
             assert "UTCHMMA.2CTA" in k.matrix_instruction, k
             # what the README claims of Blackwell: a few spilled words at most, except with everything at once
-            assert k.spilled_words <= (16 if "argmax" not in k.name else 160), k
+            assert k.spilled_words <= (16 if "argmax" not in k.name else 180), k
         else:
             assert "HGMMA" in k.matrix_instruction, k
         assert (k.tma_stores == 0) == k.name.startswith("forward"), k

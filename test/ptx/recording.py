@@ -132,5 +132,6 @@ def _bound(output: str, value: torch.Tensor, theirs: torch.Tensor, expected: Exp
         size = float((expected.z.abs() * expected.weights).sum(1).max())
         return 2 * (z * float(expected.weights.sum()) + 256 * U * size)
     if output == "D":  # the next number, and what may differ before rounding
-        return theirs.abs() * (unit(value.dtype) + 4 * z + 2 * exponent) + 2 * smallest(value.dtype)
+        relative = unit(value.dtype) + 4 * z + 2 * exponent + 2 * expected.slope_bound
+        return theirs.abs() * relative + 2 * smallest(value.dtype)
     return 0.5  # column and is_max: columns
