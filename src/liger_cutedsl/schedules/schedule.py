@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,7 +27,7 @@ class Task:
     settings: Settings
     split: Split = WHOLE
 
-    @property
+    @functools.cached_property
     def local(self) -> Problem:
         """The problem over this process's columns; targets elsewhere are −1."""
         return self.split.local(self.problem)
