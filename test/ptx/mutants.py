@@ -219,9 +219,9 @@ def width_case(kernel: str, width: int, tile: int, flags: Flags = PLAIN) -> Case
 
 
 def other_cases(case: Case, instruction: Instruction) -> Iterator[Case]:
-    """More of the set's cases for the same kernel: one with several tiles of every kind, and more along H than there are
-    buffers; some that end within a tile; those as wide as a comparison's constant says (within the tile or one of its
-    parts of 32 columns); a target in every column."""
+    """More of the set's cases for the same kernel: one with several tiles of every kind, and more along H than there
+    are buffers; some that end within a tile; those as wide as a comparison's constant says (within the tile or one of
+    its parts of 32 columns); a target in every column."""
     yield replace(case, n=600, hidden=520, vocab=case.vocab + 2 * TILE, clusters=5)
     if case.vocab % TILE == 0 or case.dtype != "bf16":
         return
