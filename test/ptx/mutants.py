@@ -219,10 +219,10 @@ def width_case(kernel: str, width: int, tile: int, flags: Flags = PLAIN) -> Case
 
 
 def other_cases(case: Case, instruction: Instruction) -> Iterator[Case]:
-    """More of the set's cases for the same kernel: one with several tiles of every kind, some that end within a tile,
-    those as wide as a comparison's constant says (within the tile or one of its parts of 32 columns), a target in every
-    column."""
-    yield replace(case, n=600, hidden=264, vocab=case.vocab + 2 * TILE, clusters=5)
+    """More of the set's cases for the same kernel: one with several tiles of every kind, and more along H than there
+    are buffers; some that end within a tile; those as wide as a comparison's constant says (within the tile or one of
+    its parts of 32 columns); a target in every column."""
+    yield replace(case, n=600, hidden=520, vocab=case.vocab + 2 * TILE, clusters=5)
     if case.vocab % TILE == 0 or case.dtype != "bf16":
         return
     widths, constant = [33, 100, 129], instruction.operands[-1]
@@ -256,7 +256,8 @@ def report(arch: str, names: list[str], seeds: list[int | None], which: str, cou
             for mutant in sample(list(make(kernel, executed)), count):
                 runs = [(case, seed) for seed in seeds]
                 if which == "values":
-                    runs += [(other, None) for other in other_cases(case, kernel.instructions[mutant.index])]
+                    others = other_cases(case, kernel.instructions[mutant.index])
+                    runs += [(other, None if i else 0) for i, other in enumerate(others)]
                 found = noticed(gpu, kernel, mutant, runs)
                 reason = ""
                 if not found:
