@@ -323,6 +323,16 @@ def test_ligers_class_in_one_graph():
         torch.testing.assert_close(got, want)
 
 
+def test_no_locals_where_dynamo_traces():
+    """torch 2.11's dynamo does not know the builtin; later ones do."""
+    import inspect
+
+    from liger_cutedsl import api, options, torch_compile
+
+    for traced in (api, torch_compile, options.suggesting):
+        assert "locals()" not in inspect.getsource(traced), traced.__name__
+
+
 def test_importing_the_package_leaves_dynamo_alone():
     """torch._dynamo takes a second to import, which a process that compiles nothing need not spend."""
     code = "import torch, sys; import liger_cutedsl; sys.exit('torch._dynamo' in sys.modules)"

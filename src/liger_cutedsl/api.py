@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -21,8 +21,6 @@ from liger_cutedsl.shards import VocabShard
 from liger_cutedsl.split import SplitVocabulary
 from liger_cutedsl.torch_compile import run_compiled
 from liger_cutedsl.without_data import planned, shapes_only
-
-_OPTIONS = [field.name for field in fields(LossOptions)]
 
 
 @suggesting
@@ -67,7 +65,18 @@ def fused_linear_cross_entropy(
 
     Raises TypeError or ValueError naming the argument; RuntimeError where a forced engine cannot run the call.
     """
-    options = _options(locals())
+    options = dict(
+        ignore_index=ignore_index,
+        lse_square_scale=lse_square_scale,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+        softcap=softcap,
+        use_token_scaling=use_token_scaling,
+        accum_dtype=accum_dtype,
+        return_z_loss=return_z_loss,
+        return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+    )
     shape = getattr(target, "shape", None)
     x, target = _flattened(x, target)
     return _entered((x, weight, target, bias, ce_weight), options, engine, schedule, workspace_mb).result(shape)
@@ -115,7 +124,18 @@ def vocab_parallel_fused_linear_cross_entropy(
     In the first call of a set of options and dtypes the ranks agree on an engine. A kernel that fails on one rank later
     raises there, and gives NaN on the others; a rank that fails otherwise leaves them to their group's timeout.
     """
-    options = _options(locals())
+    options = dict(
+        ignore_index=ignore_index,
+        lse_square_scale=lse_square_scale,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+        softcap=softcap,
+        use_token_scaling=use_token_scaling,
+        accum_dtype=accum_dtype,
+        return_z_loss=return_z_loss,
+        return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+    )
     shape = getattr(target, "shape", None)
     x, target = _flattened(x, target)
     problem = Problem(x, weight_shard, target, bias, ce_weight, LossOptions(**options))
@@ -168,7 +188,19 @@ class LigerFusedLinearCrossEntropyFunction:
         ce_mode=None,
         chunk_mem_const=1,
     ):
-        options, tensors = _options(locals()), (_input, weight, target, bias, ce_weight)
+        options = dict(
+            ignore_index=ignore_index,
+            lse_square_scale=lse_square_scale,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+            softcap=softcap,
+            use_token_scaling=use_token_scaling,
+            accum_dtype=accum_dtype,
+            return_z_loss=return_z_loss,
+            return_token_accuracy=return_token_accuracy,
+            return_predicted_tokens=return_predicted_tokens,
+        )
+        tensors = (_input, weight, target, bias, ce_weight)
         output = _entered(tensors, options, chunk_mem_const=chunk_mem_const)
         return tuple(LigerResults(output.loss, output.z_loss, output.token_accuracy, output.predicted_tokens))
 
@@ -201,7 +233,18 @@ def explain(
     the CPU's. target may be left out. (While a CUDA graph is captured, targets cannot be read, and a float16 mean
     takes `recompute`.)
     """
-    options = LossOptions(**_options(locals()))
+    options = LossOptions(
+        ignore_index=ignore_index,
+        lse_square_scale=lse_square_scale,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+        softcap=softcap,
+        use_token_scaling=use_token_scaling,
+        accum_dtype=accum_dtype,
+        return_z_loss=return_z_loss,
+        return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+    )
     x = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
     if target is None:
         with FakeTensorMode():  # nothing is allocated
@@ -215,11 +258,6 @@ def explain(
     if not x.is_meta:
         return route
     return replace(route, reason=f"{route.reason} (meta tensors, taken for {planned_device(x.device).type}'s)")
-
-
-def _options(arguments: dict) -> dict:
-    """The loss's options among a function's arguments, in their order."""
-    return {name: arguments[name] for name in _OPTIONS}
 
 
 def _flattened(x, target):

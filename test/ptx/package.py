@@ -99,14 +99,14 @@ def on_torch_engine(kernel: str, problem: Problem, out: torch.Tensor, lse=None, 
 
 def replace_gpu(matmul, multiprocessors: int) -> None:
     """For whole_operator.py: the package's plain products, page-locked memory and questions about the GPU."""
-    from liger_cutedsl import routing, rows
+    from liger_cutedsl import gemm, routing, rows
     from liger_cutedsl.schedules import recompute, single_pass
 
     slots = torch.zeros(1024, 3, dtype=torch.int64).unbind()
     rows._pinned_slots = lambda: slots
     routing.cute_obstacle = lambda *_: None
     cute_engine.multiprocessors = lambda _: multiprocessors
-    recompute.matmul = single_pass.matmul = matmul
+    gemm.matmul = recompute.matmul = single_pass.matmul = matmul
 
 
 @contextmanager

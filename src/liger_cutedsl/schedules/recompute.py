@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from liger_cutedsl import gemm
 from liger_cutedsl.call import Gradients, Problem, WantedGradients
 from liger_cutedsl.engines import KernelFailure
 from liger_cutedsl.gemm import matmul
@@ -247,7 +248,7 @@ class _GradientSink:
             self._write(grads.weight[tile.columns], lambda out: matmul(dz.t(), self.x, out=out, alpha=self.alpha))
         if grads.bias is not None:
             if column_sums is None:
-                column_sums = dz.sum(dim=0, dtype=self.problem.compute_dtype)
+                column_sums = gemm.column_sums(dz, self.problem.compute_dtype)
             sums = column_sums if self.unscale is None else column_sums * self.unscale
             torch.mul(sums, self.alpha, out=grads.bias[tile.columns])
 

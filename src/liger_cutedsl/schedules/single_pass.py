@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import torch
 
+from liger_cutedsl import gemm
 from liger_cutedsl.call import Gradients, Problem, WantedGradients
 from liger_cutedsl.gemm import matmul
 from liger_cutedsl.objective import (
@@ -153,7 +154,7 @@ def _recomputed(engine, part: Problem, dz: torch.Tensor, coefficients, column_su
         engine.dz_tile(part, stats.lse, found, tile, out=dz[:, tile.columns])
     # where a target is ignored, all of its row is zero
     dz.scatter_(1, part.target.long().clamp(0, part.vocab - 1)[:, None], found.fix.to(dz.dtype)[:, None])
-    return stats, dz.sum(dim=0, dtype=part.compute_dtype) if column_sums else None
+    return stats, gemm.column_sums(dz, part.compute_dtype) if column_sums else None
 
 
 class _GradientSink:
