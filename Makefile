@@ -21,8 +21,9 @@ $(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
 demo: $(VENV)/.installed
 	$(BIN)/python examples/finetune_tiny_llama.py
 
+# Two files at a time; a process each does with one thread.
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.dependencies
 	$(BIN)/ruff check .

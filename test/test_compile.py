@@ -2,16 +2,19 @@
 
 import functools
 import itertools
+import os
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from liger_cutedsl import LigerFusedLinearCrossEntropyFunction, LossOptions, fused_linear_cross_entropy
+from liger_cutedsl import LigerFusedLinearCrossEntropyFunction, LossOptions, fused_linear_cross_entropy, torch_compile
 from liger_cutedsl.call import Gradients
 from liger_cutedsl.objective import LossOutput
 from reference import GRADIENT_BOUND, LOSS_BOUND, LOSS_BOUND_FLOAT32, Case, assert_close, reference
@@ -219,14 +222,14 @@ def check_op(x, weight, target, bias, ce_weight, autocast=None, engine="auto", s
     values = [options.get(field.name, field.default) for field in fields(LossOptions)]
     needs = [v is not None and v.requires_grad for v in (x, weight, bias)]
     tensors, call = (x, weight, target, bias, ce_weight), (*values, engine, schedule, mb, 1, autocast, *needs)
-    torch.library.opcheck(torch.ops.liger_cutedsl.flce.default, (*tensors, *call))
+    torch.library.opcheck(torch_compile.FLCE.default, (*tensors, *call))
     with torch.no_grad():
-        *_, lse, target_logit = torch.ops.liger_cutedsl.flce(*tensors, *call)
+        *_, lse, target_logit = torch_compile.FLCE(*tensors, *call)
     if lse.numel():
         loss = torch.ones(len(target) if options.get("reduction") == "none" else (), dtype=lse.dtype, device=x.device)
         arguments = (loss, lse, target_logit, *(v if v is None else v.detach() for v in tensors), *call)
         checks = ("test_schema", "test_faketensor")
-        torch.library.opcheck(torch.ops.liger_cutedsl.flce_backward.default, arguments, test_utils=checks)
+        torch.library.opcheck(torch_compile.FLCE_BACKWARD.default, arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
@@ -331,6 +334,20 @@ def test_no_locals_where_dynamo_traces():
 
     for traced in (api, torch_compile, options.suggesting):
         assert "locals()" not in inspect.getsource(traced), traced.__name__
+
+
+def test_graphs_of_another_version_are_not_found_again(tmp_path):
+    """torch keeps compiled graphs on disk by the names of their ops; those of an upgrade may return other things."""
+    import liger_cutedsl
+
+    shutil.copytree(Path(liger_cutedsl.__file__).parent, tmp_path / "liger_cutedsl")
+    source = tmp_path / "liger_cutedsl" / "torch_compile.py"
+    source.write_text(source.read_text() + "\n# another version\n")
+    code = "from liger_cutedsl.torch_compile import FLCE; print(FLCE)"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    upgraded = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert upgraded.stdout.startswith("liger_cutedsl.flce_"), upgraded.stderr[-1000:]
+    assert upgraded.stdout.strip() != str(torch_compile.FLCE)
 
 
 def test_importing_the_package_leaves_dynamo_alone():

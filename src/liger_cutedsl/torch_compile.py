@@ -14,8 +14,10 @@ when the graph is traced.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -127,7 +129,7 @@ def _as_described(like: torch.Tensor, described: dict, values) -> tuple[torch.Te
 def run_compiled(tensors, options: dict, engine, schedule, workspace_mb, chunk_mem_const) -> LossOutput:
     """autograd.run for tensors in the order of TENSORS, written so that torch.compile can trace it."""
     named = dict(zip(TENSORS, tensors, strict=True))
-    loss, z_loss, accuracy, predicted, *_ = torch.ops.liger_cutedsl.flce(
+    loss, z_loss, accuracy, predicted, *_ = FLCE(
         *tensors,
         *options.values(),
         (os.environ.get("LIGER_CUTEDSL_ENGINE") or "auto") if engine is None else engine,
@@ -221,10 +223,10 @@ def _backward(ctx, grad, *_others):
     if grad is not None:
         if ctx.in_forward:
             kept, inputs = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
-            factor = torch.ops.liger_cutedsl.flce_factor(grad, *inputs)
+            factor = FLCE_FACTOR(grad, *inputs)
             gradients = [None if d is None else (k * factor).to(d) for k, d in zip(kept, ctx.wanted, strict=True)]
         else:
-            gradients = torch.ops.liger_cutedsl.flce_backward(grad, *ctx.saved_tensors, *ctx.call)
+            gradients = FLCE_BACKWARD(grad, *ctx.saved_tensors, *ctx.call)
         wanted = zip(DIFFERENTIABLE, gradients, ctx.wanted, strict=True)
         computed |= {name: g for name, g, dtype in wanted if dtype is not None}
     return *computed.values(), *([None] * len(ctx.call))
@@ -236,24 +238,40 @@ def _flce_factor(grad, *_inputs):
     return grad.clone()
 
 
-def _define(name: str, schema: str, function, fake):
+# torch keeps compiled graphs on disk and finds them again by the names of their ops: of a version whose ops return
+# other things, an upgraded package must not find any.
+_SOURCES = ("torch_compile.py", "call.py", "options.py")
+_IDENTITY = hashlib.sha256(b"".join((Path(__file__).parent / name).read_bytes() for name in _SOURCES)).hexdigest()[:12]
+
+
+def _define(name: str, schema: str, function, fake, backward, setup_context=None):
+    """A custom op, as torch.ops has it."""
+    name = f"{name}_{_IDENTITY}"
     op = torch.library.custom_op(f"liger_cutedsl::{name}", function, mutates_args=(), schema=schema)
     op.register_fake(fake)
-    return op
+    op.register_autograd(backward, setup_context=setup_context)
+    return getattr(torch.ops.liger_cutedsl, name)
 
 
-_define("flce", f"({_TENSORS}, {_CALL}) -> ({', '.join(['Tensor'] * 9)})", _flce, _flce_fake).register_autograd(
-    _backward, setup_context=_setup_context
+FLCE = _define(
+    "flce",
+    f"({_TENSORS}, {_CALL}) -> ({', '.join(['Tensor'] * 9)})",
+    _flce,
+    _flce_fake,
+    _backward,
+    _setup_context,
 )
-_define(
+FLCE_BACKWARD = _define(
     "flce_backward",
     f"(Tensor grad, Tensor lse, Tensor target_logit, {_TENSORS}, {_CALL}) -> (Tensor, Tensor, Tensor)",
     _flce_backward,
     _flce_backward_fake,
-).register_autograd(refuse_second_derivative)
-_define(
+    refuse_second_derivative,
+)
+FLCE_FACTOR = _define(
     "flce_factor",
     "(Tensor grad, Tensor? x, Tensor? weight, Tensor? bias) -> Tensor",
     _flce_factor,
     _flce_factor,
-).register_autograd(refuse_second_derivative)
+    refuse_second_derivative,
+)
