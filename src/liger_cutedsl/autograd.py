@@ -45,7 +45,8 @@ class Call:
 
     def without_tensors(self) -> Call:
         """What a graph may hold beside its saved tensors."""
-        return replace(self, task=replace(self.task, problem=None), rows=None, whole=None)
+        task = self.task
+        return Call(Task(None, task.wanted, task.settings, task.split), self.engine, self.route, None, None)
 
     def with_task(self, **changes) -> Call:
         return replace(self, task=replace(self.task, **changes))

@@ -28,6 +28,7 @@ Operands: rows over the vocabulary ``bias``, ``ce_weight``; columns over tokens 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 from dataclasses import astuple, dataclass, is_dataclass
@@ -116,6 +117,7 @@ def capped(flags: EpilogueFlags, u, operands):
     return softcap - r * (softcap * 2.0), r * 4.0 * at_most_one(r * growth)
 
 
+@functools.cache
 def forward_epilogue(flags: EpilogueFlags):
     """The store-free forward: logits go to reductions, none to memory."""
 
@@ -132,6 +134,7 @@ def forward_epilogue(flags: EpilogueFlags):
     return _with_operands(forward, flags.forward_operands)
 
 
+@functools.cache
 def backward_epilogue(flags: EpilogueFlags):
     """dz of one tile of the vocabulary, recomputed from the accumulator and the row's lse.
 
@@ -150,6 +153,7 @@ def backward_epilogue(flags: EpilogueFlags):
     return _with_operands(backward, flags.backward_operands)
 
 
+@functools.cache
 def exp_epilogue(flags: EpilogueFlags, headroom: int):
     """Exponentials relative to the tile's maximum: they keep bf16's relative precision whatever the logits' size,
     which stored logits do not. headroom: their scale 2^headroom, which keeps small ones normal numbers in fp16.
@@ -173,6 +177,7 @@ def exp_epilogue(flags: EpilogueFlags, headroom: int):
     return _with_operands(exponentials, flags.exp_operands)
 
 
+@functools.cache
 def exp_prepass(flags: EpilogueFlags):
     """u for the tile's maximum, before anything is stored."""
 

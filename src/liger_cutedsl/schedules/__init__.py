@@ -8,6 +8,9 @@ from liger_cutedsl.schedules.schedule import Schedule
 IN_ORDER_OF_PREFERENCE: tuple[Schedule, ...] = (single_pass, recompute)
 
 
+_BY_NAME = {schedule.NAME: schedule for schedule in (*IN_ORDER_OF_PREFERENCE, liger_triton)}
+
+
 def by_name(name: str) -> Schedule:
     """One of those, or what Liger-Kernel's operator does by itself."""
-    return next(s for s in (*IN_ORDER_OF_PREFERENCE, liger_triton) if name == s.NAME)
+    return _BY_NAME[name]
