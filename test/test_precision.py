@@ -224,3 +224,25 @@ def test_no_product_loses_terms_of_its_sum():
         errors[terms, rows, columns, a.is_contiguous(), out.dtype] = (out.double() - want).norm() / want.norm()
     wrong = [case for case, error in errors.items() if not error < 5e-3]
     assert not wrong, f"{len(wrong)} of {len(errors)}: {wrong[:5]}"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype, schedule", [(torch.bfloat16, "single_pass"), (torch.float16, "recompute")])
+def test_autocast_leaves_the_products_inside_a_call_alone(place, dtype, schedule, compiled):
+    """Gradients of 50 classes that are targets dwarf those of the others, which float16 would lose if dz were cast to
+    it without a scale: when gradients are computed in forward, or backward runs within autocast."""
+    if place.schedule != "auto" or dtype not in place.dtypes or (compiled and schedule == "single_pass"):
+        pytest.skip("both schedules are among the cases; a graph takes bf16's the same way")
+    torch._dynamo.reset()
+    x, weight, _, *_ = Case(2048, 32, 8000, dtype, place.device, scale=1.0, ignored=0.0).tensors()
+    target = torch.arange(2048, device=place.device) % 50
+    call = dict(schedule=schedule, engine=place.engine)
+    run = torch.compile(fused_linear_cross_entropy, backend="aot_eager") if compiled else fused_linear_cross_entropy
+    with torch.autocast(place.device, torch.float16):
+        run(x, weight, target, **call).backward()
+    _, (dx, dw, _) = reference(x, weight, target, None, None, LossOptions())
+    bound = 2 * GRADIENT_BOUND[dtype]
+    assert_close(x.grad, dx, bound, "dx")
+    assert_close(weight.grad[:50], dw[:50], bound, "dW of targets")
+    # on a GPU dz is stored in float16, with a scale: what is below 2⁻²⁴ of the largest has fewer bits
+    assert_close(weight.grad[50:], dw[50:], bound if place.engine == "torch" else 2 * bound, "dW of the others")

@@ -66,8 +66,8 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         ctx.saved = {} if isinstance(state, KeptGradients) else {name: t.shape for name, t in problem.tensors().items()}
         inputs = [getattr(problem, name) if name in ctx.saved else None for name in TENSORS]
         origin = x.new_empty(0) if call.task.wanted else None
-        ctx.save_for_backward(*inputs, rows.keep, rows.drop, rows.masked, origin)
-        ctx.reads = bool(ctx.saved) or rows.keep is not None
+        ctx.save_for_backward(*inputs, origin)
+        ctx.rows = rows
         ctx.call, ctx.options, ctx.dense = call.without_tensors(), problem.options, call.task.problem.dense
         ctx.state = state
         ctx.mark_non_differentiable(*(metric for metric in output[1:] if metric is not None))
@@ -77,11 +77,11 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_output, *_others):
         refuse_batched_upstream(grad_output)
         # Not read in vain: activation checkpointing would run the whole forward again to have them.
-        reads = ctx.reads or torch.is_grad_enabled()
-        *inputs, keep, drop, masked, origin = ctx.saved_tensors if reads else (None,) * (len(TENSORS) + 4)
+        reads = bool(ctx.saved) or torch.is_grad_enabled()
+        *inputs, origin = ctx.saved_tensors if reads else (None,) * (len(TENSORS) + 1)
         inputs = dict(zip(TENSORS, inputs, strict=True))
         check_still_readable(ctx.saved, inputs)
-        call = replace(ctx.call, rows=Rows(keep, drop, masked))
+        call = replace(ctx.call, rows=ctx.rows)
         with torch.no_grad():
             if ctx.saved:
                 whole = Problem(**inputs, options=ctx.options)

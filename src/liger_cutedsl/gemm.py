@@ -34,7 +34,9 @@ def matmul(
     wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), out.dtype)
     if wide == out.dtype:
         return matmul(a.to(wide), b.to(wide), out=out, accumulate=accumulate, alpha=alpha)
-    product = torch.mm(a.to(wide), b.to(wide)).mul_(alpha)
+    # out= here too: autocast would multiply in its own dtype what is not written into a given matrix
+    product = torch.empty(out.shape, dtype=wide, device=out.device)
+    torch.mm(a.to(wide), b.to(wide), out=product).mul_(alpha)
     return out.add_(product) if accumulate else out.copy_(product)
 
 

@@ -61,7 +61,7 @@ def _schedule(engine, task: Task, reason: str) -> Route:
                 obstacle = f"a chunk does not fit {settings.workspace_mb:g} MiB"
     route = last.plan(engine, task, f"{reason}; {obstacle}" if obstacle else reason)
     if route.workspace_bytes > settings.budget:
-        _warn_about_budget(route, settings.workspace_mb)
+        _warn_about_budget(route, task)
     return route
 
 
@@ -79,13 +79,19 @@ def warn_about_fallback(route: Route) -> None:
         )
 
 
-@functools.cache
-def _warn_about_budget(route: Route, workspace_mb: float) -> None:
-    warn_user(
-        f"a workspace of {workspace_mb:g} MiB holds no schedule of this call: it takes the leanest, which needs "
-        f"{route.workspace_bytes / 2**20:.0f} MiB (LIGER_CUTEDSL_WORKSPACE_MB, or workspace_mb=). Said once a call of "
-        f"this size"
-    )
+_small_budgets: set[tuple] = set()  # (V, H, MiB) that were warned about: the number of tokens changes with each batch
+
+
+def _warn_about_budget(route: Route, task: Task) -> None:
+    workspace_mb = task.settings.workspace_mb
+    head = (task.problem.vocab, task.problem.hidden, workspace_mb)
+    if head not in _small_budgets:
+        _small_budgets.add(head)
+        warn_user(
+            f"a workspace of {workspace_mb:g} MiB holds no schedule of this call: it takes the leanest, which needs "
+            f"{route.workspace_bytes / 2**20:.0f} MiB (LIGER_CUTEDSL_WORKSPACE_MB, or workspace_mb=). Said once for a "
+            f"head of this size"
+        )
 
 
 def _choose_engine(task: Task) -> tuple[str, str]:

@@ -114,6 +114,7 @@ def _agreed(shard: VocabShard, headers: torch.Tensor) -> torch.Tensor:
     own = later[dist.get_rank(shard.group)]
     kernels = _known_shards[key][1] if key in _known_shards and _known_shards[key][0] == own else set()
     _known_shards[key] = own, kernels, headers.new_tensor([other.header() for other in later])
+    _on_device(tuple(own.header()), headers.dtype, headers.device)  # a later call may be captured
     if told != [other.header() for other in shards]:
         raise OtherShards
     kernels.add(shard.kernels)

@@ -35,7 +35,7 @@ def reset() -> None:
     """Forgets what this process remembers of earlier calls: a kernel that failed, the warnings that were given, whether
     targets were ignored, and how the ranks of a group share a vocabulary (on all of them, or they disagree)."""
     routing._kernel_failure, routing._warned = None, False
-    routing._warn_about_budget.cache_clear()
+    routing._small_budgets.clear()
     rows.TargetCheck._ignored_last_time.clear()
     shards._known_shards.clear()
 

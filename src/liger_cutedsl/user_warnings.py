@@ -25,4 +25,4 @@ def warn_user(message: str) -> None:
 
 def _is_between(file: str) -> bool:
     """Whether a frame of this file lies between the user's call and the warning: ours, torch's, a compiled graph's."""
-    return file.startswith((*_OURS, "<")) or file in _BETWEEN or f"{os.sep}torchinductor_" in file
+    return file.startswith((*_OURS, "<eval_with_key")) or file in _BETWEEN or f"{os.sep}torchinductor_" in file

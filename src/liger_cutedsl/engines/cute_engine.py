@@ -188,9 +188,14 @@ class CuteEngine:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # CuTe DSL, the driver and the cache on disk each have errors of their own
+                # Begun as if no target were ignored: where some are, that comes first, as it does on other ranks.
+                self._then()
                 raise KernelFailure(_failure_text(error)) from error
-        if self._after_first_launch is not None:
-            then, self._after_first_launch = self._after_first_launch, None
+        self._then()
+
+    def _then(self) -> None:
+        then, self._after_first_launch = self._after_first_launch, None
+        if then is not None:
             then()
 
 
