@@ -3,9 +3,12 @@
 import inspect
 
 import pytest
+import torch
 
-from liger_cutedsl.engines import Engine, make_engine
+from liger_cutedsl.engines import Engine, KernelFailure, make_engine
+from liger_cutedsl.engines.architectures import GemmTile
 from liger_cutedsl.engines.torch_engine import TorchEngine
+from liger_cutedsl.rows import NotDense
 
 
 def engine_class(name):
@@ -35,3 +38,23 @@ def test_an_engine_has_what_the_protocol_says(name):
 def test_liger_s_operator_is_no_engine_of_ours():
     assert isinstance(make_engine("torch"), TorchEngine)
     assert make_engine("triton") is None
+
+
+def test_a_kernel_that_fails_in_a_call_that_began_early_asks_for_its_targets_first():
+    """Ranks of a split vocabulary find ignored targets together; one that told of its kernel before would be alone."""
+    cute_engine = pytest.importorskip("liger_cutedsl.engines.cute_engine", reason="quack is not installed")
+
+    class Broken:
+        def gemm(self, *_, **__):
+            raise ValueError("planted")
+
+    def ask():
+        raise NotDense
+
+    matrix = torch.zeros(8, 8, dtype=torch.bfloat16)
+    launch = (Broken(), matrix, matrix, None, {}, GemmTile(128, 128))
+    engine = cute_engine.CuteEngine(after_first_launch=ask)
+    with pytest.raises(NotDense):
+        engine._run(*launch)
+    with pytest.raises(KernelFailure, match="planted"):  # asked once
+        engine._run(*launch)
