@@ -10,6 +10,16 @@ import torch.nn.functional as F
 
 from liger_cutedsl import LossOptions, fused_linear_cross_entropy
 
+EVERY_OPTION = dict(
+    softcap=10.0,
+    label_smoothing=0.1,
+    lse_square_scale=1e-2,
+    use_token_scaling=True,
+    return_z_loss=True,
+    return_token_accuracy=True,
+    return_predicted_tokens=True,
+)
+
 # Bound on ‖ĝ − g‖/‖g‖. Inputs are exact in both computations, so what is left is
 #   float64  sums of up to a few thousand terms: far below the project's 1e-9
 #   float32  64 ulp: the logits' sums over H reach a few ulp and enter the exponent, magnified by |z| up to ~10

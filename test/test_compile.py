@@ -17,18 +17,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from liger_cutedsl import LigerFusedLinearCrossEntropyFunction, LossOptions, fused_linear_cross_entropy, torch_compile
 from liger_cutedsl.call import Gradients
 from liger_cutedsl.objective import LossOutput
-from reference import GRADIENT_BOUND, LOSS_BOUND, LOSS_BOUND_FLOAT32, Case, assert_close, reference
+from reference import EVERY_OPTION, GRADIENT_BOUND, LOSS_BOUND, LOSS_BOUND_FLOAT32, Case, assert_close, reference
 from test_inputs import laid_out
 
-EVERY_OPTION = dict(
-    softcap=10.0,
-    label_smoothing=0.1,
-    lse_square_scale=1e-2,
-    use_token_scaling=True,
-    return_z_loss=True,
-    return_token_accuracy=True,
-    return_predicted_tokens=True,
-)
 CALLS = {
     "plain": {},
     "sum": dict(reduction="sum"),

@@ -13,17 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import liger_cutedsl
 from liger_cutedsl import LigerFusedLinearCrossEntropyFunction, fused_linear_cross_entropy
-from reference import Case
+from reference import EVERY_OPTION, Case
 
-EVERY_OPTION = dict(
-    softcap=10.0,
-    label_smoothing=0.1,
-    lse_square_scale=1e-2,
-    use_token_scaling=True,
-    return_z_loss=True,
-    return_token_accuracy=True,
-    return_predicted_tokens=True,
-)
 DEFAULTS = ["bfloat16", "float16", "float64", "cpu", "meta", "cuda"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -13,7 +13,7 @@ import liger_cutedsl.engines.cute_engine as cute_engine
 from liger_cutedsl import ahead_of_time
 from liger_cutedsl.call import Problem
 from liger_cutedsl.engines.torch_engine import TorchEngine
-from liger_cutedsl.epilogues import exp_headroom
+from liger_cutedsl.epilogues import EpilogueFlags, exp_headroom
 from liger_cutedsl.objective import RowCoefficients
 from liger_cutedsl.options import LossOptions
 from liger_cutedsl.tiling import Tile
@@ -23,22 +23,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 headroom, find_nvdisasm = exp_headroom, ahead_of_time.find_nvdisasm
 
 
-@dataclass(frozen=True)
-class Flags:
-    """Which parts of the epilogue a kernel has."""
-
-    bias: bool = False
-    softcap: bool = False
-    ce_weight: bool = False
-    smoothing: bool = False
-    argmax: bool = False
+Flags = EpilogueFlags  # which parts of the epilogue a kernel has
 
 
 def variants(typical: bool = False) -> list[tuple[str, str, str, Flags, bool]]:
     """(name, kernel, dtype, flags, ragged) of all kernels that `python -m liger_cutedsl compile` makes, or of those of
     its --typical."""
     listed = ahead_of_time.typical_variants() if typical else ahead_of_time.all_variants()
-    return [(v.name, v.kernel, v.dtype, Flags(**vars(v.flags)), v.ragged) for v in listed]
+    return [(v.name, v.kernel, v.dtype, v.flags, v.ragged) for v in listed]
 
 
 def make_problem(x, weight, target, bias=None, ce_weight=None, softcap=None, smoothing=0.0, argmax=False) -> Problem:

@@ -26,6 +26,7 @@ import torch
 
 from liger_cutedsl import gemm
 from liger_cutedsl.call import Gradients, Problem, WantedGradients
+from liger_cutedsl.compat import graph_is_kept
 from liger_cutedsl.engines import KernelFailure
 from liger_cutedsl.gemm import matmul
 from liger_cutedsl.objective import (
@@ -40,7 +41,6 @@ from liger_cutedsl.objective import (
     row_coefficients,
 )
 from liger_cutedsl.route import Route
-from liger_cutedsl.schedules.kept import graph_is_kept
 from liger_cutedsl.schedules.schedule import Task, gemms
 from liger_cutedsl.tiling import ROW_MULTIPLE, SPARE_COLUMNS, TILE_QUANTUM, Tile, fitting_width, vocabulary_tiles
 
