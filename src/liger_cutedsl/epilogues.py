@@ -16,7 +16,9 @@ An epilogue takes ``acc`` and the operands its ``EpilogueFlags`` name, and retur
     exp        D: e_iv·z'_iv                       (e_iv = exp(z_iv − m)·2^headroom, m the row's maximum in the GEMM's
                                                    own vocabulary tile; z' = dz/du, the cap's slope)
                sum_exp: e_iv; sum_exp_z: e_iv·(z_iv − m); sum_exp_sq: e_iv²     (summed over the tile)
-               is_max: z_iv − m                    (the first v where it is 0); target_logit, weighted_sum as above
+               is_max: z_iv − m                    (the first v where it is 0); argmax instead with a scale, which a
+                                                   compiler may fuse with the sum on one side alone: no z_iv is m then
+               target_logit, weighted_sum          (as above)
     dz_of_exp  dz_iv from D and m: what the pass between the GEMMs computes, in triton_kernels.py on a GPU
 
 The slope is stored with the exponential, and not recovered from it afterwards: 16 bits of e hold z to 2⁻⁹, and where
@@ -218,7 +220,9 @@ def exp_epilogue(flags: EpilogueFlags, headroom: int):
             outputs["sum_exp_sq"] = e * e
         if flags.smoothing:
             outputs["weighted_sum"] = (z, operands["ce_weight"]) if flags.ce_weight else z
-        if flags.argmax:
+        if flags.argmax and flags.scale:
+            outputs["argmax"] = z
+        elif flags.argmax:
             outputs["is_max"] = z - m
         return outputs
 

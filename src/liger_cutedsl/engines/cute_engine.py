@@ -68,11 +68,13 @@ class CuteEngine:
         sums, maxima = _partials(problem, tile), _partials(problem, tile)
         arguments.update(sum_exp=sums, tile_max_out=maxima, tile_max=tile.tile_n)
         arguments |= {name: torch.empty_like(sums) for name in flags.moments[2:]}
-        if flags.argmax:
+        if flags.argmax and flags.scale:
+            arguments["argmax"] = _partials(problem, tile, dtype=torch.int64)
+        elif flags.argmax:
             arguments["is_max"] = torch.empty_like(sums)
         self._run(exp_kernel(flags, ragged, headroom), problem.x, problem.weight, out, arguments, tile)
         maxima, _ = capped(flags, maxima, arguments)
-        if flags.argmax:
+        if "is_max" in arguments:
             largest, first_tile = maxima.max(dim=1, keepdim=True)
             column = arguments["is_max"].gather(1, first_tile)  # NO_COLUMN if NaN
             arguments["best"] = (largest[:, 0], column[:, 0].long())
@@ -152,6 +154,7 @@ class CuteEngine:
         """Bytes a row of the partial results of exp_chunk."""
         options, tiles = problem.options, -(-columns // self.exp_tile(problem))
         sums = options.needs_weighted_sum + options.needs_argmax + options.needs_entropy + options.needs_sum_sq
+        sums += options.needs_argmax and options.scale != 1.0  # whose keys have 8 bytes
         return tiles * (8 + 4 * (sums + (options.softcap is not None)))
 
     def _waves(self, kernel: str, problem: Problem) -> WaveModel:

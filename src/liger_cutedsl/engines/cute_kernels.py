@@ -50,7 +50,7 @@ def exp_kernel(flags: EpilogueFlags, ragged: bool, headroom: int):
     reduce = MaskedColVecSum if ragged else ColVecReduce
     sinks |= {name: reduce(name) for name in flags.moments[1:] or ("sum_exp",)}
     if flags.argmax:
-        sinks["is_max"] = FirstZero("is_max")
+        sinks |= {"argmax": OnlineArgmax("argmax")} if flags.scale else {"is_max": FirstZero("is_max")}
     maximum = TileMaximum("tile_max")
     return gemm_epilogue(
         ops={**_pinned(flags.forward_operands), "tile_max": maximum},

@@ -64,7 +64,7 @@ class TorchEngine:
                 scales = {"sum_exp": headroom, "sum_exp_z": headroom, "sum_exp_sq": 2 * headroom}
                 sums = {name: outputs[name].sum(dim=1) * 2.0 ** -scales[name] for name in flags.moments[1:]}
                 fold.add_moments({"maximum": maxima[-1], **sums})
-            if flags.argmax:  # the maxima are exactly m again
+            if "is_max" in outputs:  # the maxima are exactly m again
                 outputs["argmax"] = outputs.pop("is_max") + maxima[-1][:, None]
             fold.add(outputs, tile)
         return fold.result(), torch.stack(maxima, dim=1)
