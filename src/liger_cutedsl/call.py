@@ -90,13 +90,21 @@ class Problem:
 
         return replace(self, **sliced, target=moved(self.target), selected_token_ids=moved(self.selected_token_ids))
 
-    def for_kernels(self, dtype: torch.dtype) -> Problem:
-        """The same problem as the kernels read it: x and weight in dtype, the vectors in the compute dtype."""
+    def columns_for_kernels(self, columns: slice, dtype: torch.dtype) -> Problem:
+        """The same for a slice of the vocabulary, as the kernels read it that do not look at targets."""
+        sliced = {name: v[columns] for name, v in self.tensors().items() if TENSORS[name] == "vocabulary"}
+        return replace(self, **sliced).for_kernels(dtype)
+
+    def for_kernels(self, dtype: torch.dtype, but: tuple[str, ...] = ()) -> Problem:
+        """The same problem as the kernels read it: x and weight in dtype, the vectors in the compute dtype.
+
+        but: what stays as it is: a weight that is too large to be copied as a whole.
+        """
         if dtype == self.x.dtype == self.weight.dtype and self.bias is None and self.ce_weight is None:
             return self
         compute = torch.float64 if dtype == torch.float64 else torch.float32
         there = self.tensors()
-        cast = {name: there[name].to(dtype) for name in MATRICES}
+        cast = {name: there[name].to(dtype) for name in MATRICES if name not in but}
         cast |= {name: there[name].to(compute).contiguous() for name in VECTORS if name in there}
         return replace(self, **cast)
 

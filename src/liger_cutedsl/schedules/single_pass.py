@@ -25,8 +25,8 @@ from liger_cutedsl.gemm import matmul
 from liger_cutedsl.objective import RowCoefficients, dz_unit, row_weights
 from liger_cutedsl.route import Route
 from liger_cutedsl.row_statistics import RowStatistics, combined
+from liger_cutedsl.schedules.exponentials import exponentials_buffer
 from liger_cutedsl.schedules.kept import KeptGradients
-from liger_cutedsl.schedules.recompute import exponentials_buffer
 from liger_cutedsl.schedules.schedule import Task, gemms
 from liger_cutedsl.tiling import TILE_QUANTUM, slices, vocabulary_tiles
 
