@@ -29,7 +29,7 @@ api
 torch_compile
 dtensor
 autograd
-checkpointing derivatives
+upstream checkpointing derivatives
 routing
 schedules
 schedules.*
@@ -49,7 +49,7 @@ tiling
 without_data checks
 call
 route options
-readable
+readable saved_state
 versions user_warnings
 compat
 """

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from liger_cutedsl.call import DIFFERENTIABLE, TENSORS, Gradients, Problem, WantedGradients
-from liger_cutedsl.checkpointing import unseen_by_checkpoints
+from liger_cutedsl.checkpointing import unseen_by_checkpoints, unseen_by_saved_tensor_hooks
 from liger_cutedsl.checks import check_tensors
 from liger_cutedsl.compat import has_dispatch_modes
 from liger_cutedsl.derivatives import refuse_batched_upstream, without_second_derivative
@@ -22,12 +22,15 @@ from liger_cutedsl.objective import LossOutput
 from liger_cutedsl.readable import check_still_readable
 from liger_cutedsl.route import Route, Settings
 from liger_cutedsl.routing import give_up_on_cute, planned, warn_about_fallback
-from liger_cutedsl.rows import NotDense, Rows, TargetCheck
+from liger_cutedsl.rows import Rows, TargetCheck, TooManyIgnored
+from liger_cutedsl.saved_state import put_together, taken_apart
 from liger_cutedsl.schedules import by_name, liger_triton, recompute, single_pass
 from liger_cutedsl.schedules.kept import KeptGradients
 from liger_cutedsl.schedules.schedule import Task
 from liger_cutedsl.shards import OtherShards
 from liger_cutedsl.split import WHOLE, Split
+from liger_cutedsl.upstream import History, history_of
+from liger_cutedsl.without_data import shapes_only
 
 
 @dataclass(frozen=True)
@@ -59,36 +62,41 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, call: Call):
+    def forward(ctx, x, weight, bias, call: Call, history: History | None):
         problem, rows = call.whole, call.rows
         output, state = forward_of(call)
         # Gradients that are there already need no inputs: nothing keeps x and weight alive, or from being changed.
         ctx.saved = {} if isinstance(state, KeptGradients) else {name: t.shape for name, t in problem.tensors().items()}
         inputs = [getattr(problem, name) if name in ctx.saved else None for name in TENSORS]
         origin = x.new_empty(0) if call.task.wanted else None
-        ctx.save_for_backward(*inputs, origin)
-        ctx.rows = rows
-        ctx.call, ctx.options, ctx.dense = call.without_tensors(), problem.options, call.task.problem.dense
-        ctx.state = state
+        held = []
+        ctx.state = state if isinstance(state, KeptGradients) else taken_apart(state, held)
+        ctx.save_for_backward(*inputs, origin, *held)
+        ctx.rows, ctx.history = rows, history if isinstance(state, KeptGradients) else None
+        ctx.call, ctx.options, ctx.valid = call.without_tensors(), problem.options, call.task.problem.valid_rows()
         ctx.mark_non_differentiable(*(metric for metric in output[1:] if metric is not None))
         return *output, origin
 
     @staticmethod
     def backward(ctx, grad_output, *_others):
         refuse_batched_upstream(grad_output)
-        # Not read in vain: activation checkpointing would run the whole forward again to have them.
-        reads = bool(ctx.saved) or torch.is_grad_enabled()
-        *inputs, origin = ctx.saved_tensors if reads else (None,) * (len(TENSORS) + 1)
-        inputs = dict(zip(TENSORS, inputs, strict=True))
+        saved = ctx.saved_tensors
+        inputs, origin = dict(zip(TENSORS, saved, strict=False)), saved[len(TENSORS)]
         check_still_readable(ctx.saved, inputs)
         call = replace(ctx.call, rows=ctx.rows)
         with torch.no_grad():
             if ctx.saved:
                 whole = Problem(**inputs, options=ctx.options)
-                compact = replace(call.rows.compact(whole), dense=ctx.dense)
-                call = replace(call.with_task(problem=compact), whole=whole)
-            found = gradients_of(call, ctx.state, grad_output)
-        return (*without_second_derivative(found, grad_output, origin), None)
+                count = None if ctx.valid is None else functools.partial(int, ctx.valid)
+                compact = replace(call.rows.compact(whole), count=count)
+                call = replace(call.with_task(problem=replace(compact, dense=ctx.valid == compact.tokens)), whole=whole)
+            state = ctx.state
+            if not isinstance(state, KeptGradients):
+                state = put_together(state, saved[len(TENSORS) + 1 :])
+            found = gradients_of(call, state, grad_output)
+            if ctx.history is not None:
+                ctx.history.note(ctx.valid, grad_output)
+        return (*without_second_derivative(found, grad_output, origin), None, None)
 
 
 def between_graphs(function):
@@ -117,24 +125,37 @@ def with_fallback(settings: Settings, attempt: Callable):
     return attempt()
 
 
-def begun(use: Callable, problem: Problem, settings: Settings, wanted: WantedGradients, split: Split = WHOLE):
+def begun(
+    use: Callable, problem: Problem, settings: Settings, wanted: WantedGradients, split: Split = WHOLE, expected=None
+):
     """use(call) of a checked problem, refused by now for all that it can be refused for.
 
-    Where its targets are likely to count all, the call begins as if they did, on an engine that can wait for the answer
-    behind its first GEMM.
+    Where no row of it is likely to be dropped, the call begins before that is known, on an engine that can wait for the
+    answer behind its first GEMM. expected: Task.expected_upstream.
     """
     with torch.no_grad():
         check, call = TargetCheck(problem, split.vocab), None
-        if check.likely_dense and split.settled:
-            task = Task(replace(problem, dense=True), wanted, settings, split)
-            call = _planned(task, Rows(), problem, check.confirm_dense)
+        if check.likely_whole and split.settled:
+            task = Task(check.whole(), wanted, settings, split, expected)
+            call = _planned(task, Rows(), problem, check.confirm_whole)
     if call is not None and call.route.engine == "cute":
-        with contextlib.suppress(NotDense):  # nothing was handed out; the rows that count are computed below
+        with contextlib.suppress(TooManyIgnored):  # nothing was handed out; the rows that count are computed below
             return use(call)
     with torch.no_grad():
         rows = check.rows()
-        call = _planned(Task(check.compact(rows), wanted, settings, split), rows, problem)
+        task = Task(check.compact(rows), wanted, settings, split, expected, rows.dropped, rows.bytes(problem))
+        call = _planned(task, rows, problem)
     return use(call)
+
+
+def explained(problem: Problem, wanted: WantedGradients, settings: Settings) -> Route:
+    """The route that begun() takes, of a checked problem, where no row needs to be dropped or these targets say so."""
+    if problem.dense or shapes_only(*(getattr(problem, name) for name in TENSORS)):
+        return planned(Task(replace(problem, dense=True), wanted, settings))[1]
+    check = TargetCheck(problem)
+    rows = check.rows()
+    part = check.whole() if rows.keep is None else replace(problem.of(slice(len(rows.keep))), dense=True)
+    return planned(Task(part, wanted, settings, dropped=rows.dropped, beside=rows.bytes(problem)))[1]
 
 
 def _planned(task: Task, rows: Rows, whole: Problem, confirm=None) -> Call:
@@ -181,7 +202,9 @@ def run(problem: Problem, settings: Settings, split_of: Callable[[Problem], Spli
     wanted = WantedGradients.of(problem)
 
     def attempt():
-        return begun(_applied, problem, settings, wanted, WHOLE if split_of is None else split_of(problem))
+        split, history = WHOLE if split_of is None else split_of(problem), history_of(problem, wanted)
+        expected = None if history is None else history.expected
+        return begun(lambda call: _applied(call, history), problem, settings, wanted, split, expected)
 
     try:
         return with_fallback(settings, attempt)
@@ -189,9 +212,11 @@ def run(problem: Problem, settings: Settings, split_of: Callable[[Problem], Spli
         return with_fallback(settings, attempt)
 
 
-def _applied(call: Call) -> LossOutput:
+def _applied(call: Call, history: History | None) -> LossOutput:
     leaves = (getattr(call.whole, name) for name in DIFFERENTIABLE)
-    *output, _origin = _FusedLinearCrossEntropy.apply(*leaves, call)
+    in_forward = call.route.schedule != recompute.NAME and call.whole.options.reduction != "none"
+    with unseen_by_saved_tensor_hooks() if in_forward else contextlib.nullcontext():
+        *output, _origin = _FusedLinearCrossEntropy.apply(*leaves, call, history)
     return LossOutput(*output)
 
 

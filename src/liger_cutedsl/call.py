@@ -23,6 +23,8 @@ class Problem:
     """x (N, H), weight (V, H), target (N,) of int64 or int32, bias (V,) or None, ce_weight (V,) or None.
 
     dense: no target is ignored, known without looking at them.
+    count: gives how many targets count, once that has been read from the device, and may wait for it: asked behind the
+        first GEMM. None where no target is ignored, or where the host is not to know (while a CUDA graph is captured).
     """
 
     x: torch.Tensor
@@ -32,6 +34,7 @@ class Problem:
     ce_weight: torch.Tensor | None = None
     options: LossOptions = LossOptions()
     dense: bool = False
+    count: Callable[[], int] | None = None
 
     @property
     def tokens(self) -> int:
@@ -61,13 +64,20 @@ class Problem:
             return torch.zeros_like(self.target, dtype=torch.bool)
         return self.target == self.options.ignore_index
 
+    def valid_rows(self) -> int | None:
+        """How many targets are not ignored; None where only the device knows."""
+        if self.dense:
+            return self.tokens
+        return None if self.count is None else self.count()
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those that are there, by name."""
         return {name: value for name in TENSORS if (value := getattr(self, name)) is not None}
 
     def of(self, rows: slice | torch.Tensor) -> Problem:
         """The same for some of the rows: a slice, or their indices."""
-        return replace(self, **{name: v[rows] for name, v in self.tensors().items() if TENSORS[name] == "tokens"})
+        part = {name: v[rows] for name, v in self.tensors().items() if TENSORS[name] == "tokens"}
+        return replace(self, count=None, **part)
 
     def of_columns(self, columns: slice) -> Problem:
         """The same for a slice of the vocabulary. A target elsewhere becomes −1, not an index past the slice's end: a
@@ -76,6 +86,13 @@ class Problem:
         sliced = {name: v[columns] for name, v in self.tensors().items() if TENSORS[name] == "vocabulary"}
         here = (self.target >= start) & (self.target < stop)
         return replace(self, **sliced, target=torch.where(here, self.target - start, -1))
+
+    def casts_bytes(self, dtype: torch.dtype) -> int:
+        """What for_kernels allocates."""
+        compute = torch.float64 if dtype == torch.float64 else torch.float32
+        to = {**dict.fromkeys(MATRICES, dtype), **dict.fromkeys(VECTORS, compute)}
+        cast = [(v, to[name]) for name, v in self.tensors().items() if name in to]
+        return sum(v.numel() * dtype.itemsize for v, dtype in cast if v.dtype != dtype)
 
     def for_kernels(self, dtype: torch.dtype) -> Problem:
         """The same problem as the kernels read it: x and weight in dtype, the vectors in the compute dtype."""

@@ -85,6 +85,10 @@ class Engine(Protocol):
         """Workspace that recompute's forward takes beside the exponentials of the first `kept` columns."""
         ...
 
+    def column_sums_bytes(self, problem: Problem, columns: int) -> int:
+        """Workspace that scale_chunk takes for the sums of so many columns."""
+        ...
+
     def exp_tile(self, problem: Problem) -> int:
         """Columns that share a maximum in exp_chunk."""
         ...

@@ -117,6 +117,9 @@ class TorchEngine:
         kept_part = self._exp_temporaries(problem, problem.tokens) if kept else 0
         return max(self.column_bytes(problem) * tile_width, kept_part)
 
+    def column_sums_bytes(self, problem: Problem, columns: int) -> int:
+        return 0
+
     def exp_tile(self, problem: Problem) -> int:
         """As many as in the CuTe engine on Hopper, so that tests see their edges."""
         return 192

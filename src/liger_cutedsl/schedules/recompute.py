@@ -20,7 +20,7 @@ no memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -41,6 +41,8 @@ from liger_cutedsl.objective import (
     row_coefficients,
 )
 from liger_cutedsl.route import Route
+from liger_cutedsl.saved_state import Once
+from liger_cutedsl.schedules import footprint
 from liger_cutedsl.schedules.schedule import Task, gemms
 from liger_cutedsl.tiling import ROW_MULTIPLE, SPARE_COLUMNS, TILE_QUANTUM, Tile, fitting_width, vocabulary_tiles
 
@@ -61,6 +63,7 @@ class KeptExponentials:
     e: torch.Tensor
     maxima: torch.Tensor
     weight_gradient: torch.Tensor | None = None
+    taken: Once = field(default_factory=Once)
 
 
 @dataclass
@@ -73,10 +76,10 @@ class RecomputeState:
 
     def take_kept(self) -> KeptExponentials | None:
         """The exponentials, once: they turn into dz where they lie. A backward that keeps its graph recomputes all."""
-        if graph_is_kept():
+        if self.kept is None or self.kept.taken.done or graph_is_kept():
             return None
-        kept, self.kept = self.kept, None
-        return kept
+        self.kept.taken.done = True
+        return self.kept
 
 
 def obstacle(engine, task: Task) -> None:
@@ -84,18 +87,14 @@ def obstacle(engine, task: Task) -> None:
 
 
 def plan(engine, task: Task, reason: str) -> Route:
-    problem, wanted, budget = task.local, task.wanted, task.settings.budget
+    problem, wanted, copies = task.local, task.wanted, footprint.copied_bytes(task)
     if problem.vocab == 0:  # a shard of nothing but padding
         return Route(engine.name, NAME, problem.gemm_dtype, reason, tile_width=TILE_QUANTUM)
-    fixed, column = accumulator_bytes(problem, wanted), engine.column_bytes(problem)
+    budget = footprint.budget(engine, task)
     kept = kept_columns(engine, problem, wanted, budget)
     tiled = 0 if kept == problem.vocab else kept  # all are kept: tiles are for a second backward
+    fixed, column = accumulator_bytes(problem, wanted), engine.column_bytes(problem)
     width = engine.tile_width(problem, fitting_width(problem.vocab - tiled, column, budget - fixed), tiled)
-    if kept == problem.vocab:
-        used = engine.chunk_bytes(problem, problem.tokens)
-    else:
-        backward = fixed + column * (width + SPARE_COLUMNS) if wanted else 0
-        used = max(backward, engine.forward_bytes(problem, width, kept))
     count = gemms(4 - kept / problem.vocab, wanted) if wanted else 1
     return Route(
         engine.name,
@@ -105,7 +104,8 @@ def plan(engine, task: Task, reason: str) -> Route:
         tile_width=width,
         kept=kept,
         gemms=count,
-        workspace_bytes=used,
+        workspace_bytes=footprint.recompute_bytes(engine, task, width, kept),
+        copied_bytes=copies,
     )
 
 
@@ -241,7 +241,7 @@ class _GradientSink:
         grads = self.gradients
         if grads.x is not None:
             weight = self.engine.gemm_operand(self.problem.weight[tile.columns])
-            matmul(dz, weight, out=grads.x, accumulate=tile.start > 0, alpha=self.alpha)
+            matmul(dz, weight, out=grads.x, beta=float(tile.start > 0), alpha=self.alpha)
             if tile.stop == self.problem.vocab:
                 self._dx_is_complete()
         if grads.weight is not None:
