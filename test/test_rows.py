@@ -118,7 +118,8 @@ def test_a_row_that_counts_may_hold_anything(place):
 
 
 def test_the_number_of_rows_that_count_divides_dz_exactly():
-    """16-bit dz of a mean is stored in a unit of that number, known behind the first GEMM: masked rows bring no bias."""
+    """16-bit dz of a mean is stored in a unit of that number, known behind the first GEMM: masked rows bring no
+    bias."""
     target = torch.zeros(2048, dtype=torch.int64)
     target[:8] = -100
     problem = Problem(torch.zeros(2048, 8), torch.zeros(5, 8), target)

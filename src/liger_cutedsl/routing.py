@@ -94,9 +94,9 @@ def _warn_about_budget(route: Route, task: Task, workspace_mb: float) -> None:
     if head not in _small_budgets:
         _small_budgets.add(head)
         warn_user(
-            f"a workspace of {round(workspace_mb, 3):g} MiB holds no schedule of this call: it takes the leanest, which needs "
-            f"{route.workspace_bytes / 2**20:.0f} MiB (LIGER_CUTEDSL_WORKSPACE_MB, or workspace_mb=). Said once for a "
-            f"head of this size"
+            f"a workspace of {round(workspace_mb, 3):g} MiB holds no schedule of this call: it takes the leanest, "
+            f"which needs {(route.workspace_bytes - route.copied_bytes) / 2**20:.0f} MiB (LIGER_CUTEDSL_WORKSPACE_MB, "
+            f"or workspace_mb=). Said once for a head of this size"
         )
 
 
