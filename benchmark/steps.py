@@ -10,8 +10,8 @@ python -m benchmark steps --model "Qwen3 0.6B"  one of them        --cpu    a ti
     variable   the same, with LIGER_KERNEL_IMPL=cutedsl: Liger's other CuTe operators too (RMSNorm, RoPE, SwiGLU)
 
 A step is forward, backward and a fused AdamW over bf16 weights, 4 sequences of 2048 tokens, a tenth of the labels
-ignored and the loss divided by the number of the others, as Hugging Face's Trainer does. head_ms is the time of the same
-model with its layers left out: lm_head, loss and their backward.
+ignored and the loss divided by the number of the others, as Hugging Face's Trainer does. head_ms is the time of the
+same model with its layers left out: lm_head, loss and their backward.
 """
 
 from __future__ import annotations

@@ -93,6 +93,10 @@ def test_bytes_are_as_promised_on_a_cpu(situation, route, wanted):
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_bytes_are_as_promised_on_a_gpu(situation, route, wanted, dtype):
+    if wanted != "all" and situation not in ("plain", "bias", "half ignored", "autocast"):
+        pytest.skip("one of each kind will do")
+    if dtype == torch.float16 and (wanted != "all" or situation not in ("plain", "half ignored", "row losses")):
+        pytest.skip("one of each kind will do")
     case, ignored, autocast = SITUATIONS[situation]
     call = dict(ROUTES[route])
     if "workspace_mb" in call and call["workspace_mb"] < 4096:
