@@ -122,6 +122,9 @@ class CuteEngine:
         per_row = tiles * (4 + 4 * options.smoothing + 8 * options.needs_argmax)
         return problem.tokens * (per_row + self._exp_partials(problem, kept))
 
+    def operand_bytes(self, problem: Problem) -> int:
+        return 0
+
     def column_sums_bytes(self, problem: Problem, columns: int) -> int:
         """A row for each block of rows that one program sums."""
         return -(-problem.tokens // SUMMED_ROWS) * columns * 4

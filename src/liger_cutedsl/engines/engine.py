@@ -85,6 +85,10 @@ class Engine(Protocol):
         """Workspace that recompute's forward takes beside the exponentials of the first `kept` columns."""
         ...
 
+    def operand_bytes(self, problem: Problem) -> int:
+        """Workspace that gemm_operand takes for all of W, and a product for all of a 16-bit dW."""
+        ...
+
     def column_sums_bytes(self, problem: Problem, columns: int) -> int:
         """Workspace that scale_chunk takes for the sums of so many columns."""
         ...

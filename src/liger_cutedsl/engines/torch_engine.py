@@ -123,6 +123,10 @@ class TorchEngine:
         widened = problem.hidden if problem.gemm_dtype.itemsize == 2 else 0
         return problem.compute_dtype.itemsize * (temporaries * problem.tokens + widened)
 
+    def operand_bytes(self, problem: Problem) -> int:
+        widened = problem.gemm_dtype.itemsize == 2
+        return problem.vocab * problem.hidden * problem.compute_dtype.itemsize if widened else 0
+
     def column_sums_bytes(self, problem: Problem, columns: int) -> int:
         return 0
 
@@ -134,9 +138,8 @@ class TorchEngine:
         return fitting
 
     def chunk_bytes(self, problem: Problem, rows: int) -> int:
-        """Exponentials, or dz, temporaries of a tile, and a 16-bit W, or its gradient, widened."""
-        widened = problem.vocab * problem.hidden if problem.gemm_dtype.itemsize == 2 else 0
-        numbers = rows * problem.vocab + problem.tokens * 8 + widened
+        """Exponentials, or dz, and temporaries of a tile."""
+        numbers = rows * problem.vocab + problem.tokens * 8
         if problem.options.needs_slope_apart:
             temporaries = max(_forward_temporaries(problem), _backward_temporaries(problem))
             return problem.compute_dtype.itemsize * (numbers + temporaries * rows * min(WIDEST_TILE, problem.vocab))

@@ -38,12 +38,18 @@ def _default_chunk(engine, task: Task) -> int:
     if task.local.vocab == 0:
         return 0
     sums = 0 if task.wanted.bias is None else task.local.vocab * task.problem.compute_dtype.itemsize
-    return chunk_bytes(engine, task.local, DEFAULT_CHUNK) + sums
+    return chunk_bytes(engine, task.local, task.wanted, DEFAULT_CHUNK) + sums
 
 
-def chunk_bytes(engine, problem: Problem, rows: int) -> int:
+def chunk_bytes(engine, problem: Problem, wanted: WantedGradients, rows: int) -> int:
     """A chunk's exponentials and what turns them into gradients."""
-    return engine.chunk_bytes(problem, rows) + _dx_scratch(engine, problem, rows, problem.vocab)
+    scratch = _dx_scratch(engine, problem, rows, problem.vocab) if wanted.x is not None else 0
+    return exponentials_bytes(engine, problem, wanted, rows) + scratch
+
+
+def exponentials_bytes(engine, problem: Problem, wanted: WantedGradients, rows: int) -> int:
+    widens = wanted.x is not None or (wanted.weight is not None and wanted.weight.itemsize == 2)
+    return engine.chunk_bytes(problem, rows) + (engine.operand_bytes(problem) if widens else 0)
 
 
 def _dx_scratch(engine, problem: Problem, rows: int, terms: int) -> int:
@@ -56,7 +62,7 @@ def single_pass_bytes(engine, task: Task, sums: WantedGradients, chunk: int) -> 
     problem, wanted, copies = task.problem, task.wanted, copied_bytes(task)
     returned = gradient_bytes(problem, wanted, task.dropped)
     summed = gradient_bytes(problem, sums)
-    forward = copies + summed + chunk_bytes(engine, problem, chunk) - returned
+    forward = copies + summed + chunk_bytes(engine, problem, wanted, chunk) - returned
     late = wanted.kept()  # float16's wait in float32
     changing = [final if final != kept else None for final, kept in zip(late, sums, strict=True)]
     rounding = copies + summed + gradient_bytes(problem, WantedGradients(*changing)) - returned
@@ -74,8 +80,9 @@ def recompute_bytes(engine, task: Task, width: int, kept: int) -> int:
     if not task.wanted:
         return forward
     returned = gradient_bytes(problem, task.wanted, task.dropped)
-    exponentials = engine.chunk_bytes(problem, problem.tokens) if kept == problem.vocab else 0
+    exponentials = 0
     if kept == problem.vocab:
+        exponentials = exponentials_bytes(engine, problem, task.wanted, problem.tokens)
         forward = copies + exponentials
     elif kept:
         forward += gradient_bytes(problem, WantedGradients(weight=task.wanted.weight))

@@ -124,7 +124,7 @@ def kept_columns(engine, problem: Problem, wanted: WantedGradients, budget: int)
     e_dtype = engine.dz_dtype(problem.gemm_dtype)
     if not wanted or e_dtype == torch.float16 or problem.tokens == 0 or problem.options.needs_slope_apart:
         return 0
-    if engine.chunk_bytes(problem, problem.tokens) <= budget:
+    if footprint.exponentials_bytes(engine, problem, wanted, problem.tokens) <= budget:
         return problem.vocab
     if wanted.weight is None:
         return 0
