@@ -148,7 +148,7 @@ class TorchEngine:
     def _exp_temporaries(self, problem: Problem, rows: int) -> int:
         """Bytes of the temporaries of a tile of exponentials, as many as measured."""
         options = problem.options
-        temporaries = 5 + 2 * (problem.bias is not None) + 5 * (options.softcap is not None) + options.needs_argmax
+        temporaries = 6 + 2 * (problem.bias is not None) + 5 * (options.softcap is not None) + options.needs_argmax
         return problem.compute_dtype.itemsize * temporaries * rows * self.exp_tile(problem)
 
     def _accumulator(self, x: torch.Tensor, problem: Problem, tile: Tile) -> torch.Tensor:
