@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
 from liger_cutedsl.call import Problem, WantedGradients
 from liger_cutedsl.options import LogProbOptions
+from liger_cutedsl.saved_state import Once
+from liger_cutedsl.schedules import footprint
 from liger_cutedsl.tiling import ROW_MULTIPLE
 
 ALIGNMENT = 128  # bytes, of the first exponential in dW's memory: TMA wants 16, a cache line has 128
@@ -31,6 +33,9 @@ class Waiting:
         cls._all.add(waiting)
         return waiting
 
+    def end(self) -> None:
+        self._all.discard(self)
+
     @classmethod
     def on(cls, device: torch.device) -> tuple[int, bool]:
         """(bytes, whether some lie where a dW will be) of all that wait on a device."""
@@ -42,13 +47,14 @@ class Waiting:
 class KeptExponentials:
     """exp(z − tile maximum) of the first columns: e (N, kept), maxima (N, tiles); dW (V, H) if e lies in its memory.
 
-    waiting: says that they are there, as long as they are.
+    waiting: says that they are there, until they are taken.
     """
 
     e: torch.Tensor
     maxima: torch.Tensor
     weight_gradient: torch.Tensor | None = None
     waiting: Waiting | None = None
+    taken: Once = field(default_factory=Once)
 
 
 def kept_columns(engine, problem: Problem, wanted: WantedGradients, budget: int) -> int:
@@ -62,7 +68,7 @@ def kept_columns(engine, problem: Problem, wanted: WantedGradients, budget: int)
     if not wanted or e_dtype == torch.float16 or problem.tokens == 0 or problem.options.needs_slope_apart:
         return 0
     waiting, lent = Waiting.on(problem.device) if isinstance(problem.options, LogProbOptions) else (0, False)
-    if engine.chunk_bytes(problem, problem.tokens) <= budget - waiting:
+    if footprint.exponentials_bytes(engine, problem, wanted, problem.tokens) <= budget - waiting:
         return problem.vocab
     if wanted.weight is None or lent:
         return 0

@@ -34,20 +34,16 @@ from liger_cutedsl.gemm import matmul
 from liger_cutedsl.objective import RowCoefficients, RowWeights, dz_unit
 from liger_cutedsl.route import Route
 from liger_cutedsl.row_statistics import RowStatistics, combined, over_parts
-from liger_cutedsl.schedules import selected
+from liger_cutedsl.schedules import footprint, selected
 from liger_cutedsl.schedules.exponentials import KeptExponentials, Waiting, end_of, exponentials_buffer, kept_columns
 from liger_cutedsl.schedules.schedule import Task, gemms
-from liger_cutedsl.tiling import SPARE_COLUMNS, TILE_QUANTUM, Tile, fitting_width, vocabulary_tiles
+from liger_cutedsl.tiling import CAST_COLUMNS, SPARE_COLUMNS, TILE_QUANTUM, Tile, fitting_width, vocabulary_tiles
 
 NAME = "recompute"
 
 # dz in fp16 is scaled so that its largest entry is near 2¹⁴: a quarter of fp16's largest number, while a
 # probability of 1e-5 stays a normal number of it.
 FP16_HEADROOM = 2.0**14
-
-
-# Of a weight in another dtype than it is multiplied in, so many columns are cast at once: a multiple of every tile.
-CAST_COLUMNS = 16128
 
 
 @dataclass
@@ -60,10 +56,11 @@ class RecomputeState:
 
     def take_kept(self) -> KeptExponentials | None:
         """The exponentials, once: they turn into dz where they lie. A backward that keeps its graph recomputes all."""
-        if graph_is_kept():
+        if self.kept is None or self.kept.taken.done or graph_is_kept():
             return None
-        kept, self.kept = self.kept, None
-        return kept
+        self.kept.taken.done = True
+        self.kept.waiting.end()
+        return self.kept
 
 
 def obstacle(engine, task: Task) -> None:
@@ -71,18 +68,14 @@ def obstacle(engine, task: Task) -> None:
 
 
 def plan(engine, task: Task, reason: str) -> Route:
-    problem, wanted, budget = task.local, task.wanted, task.settings.budget
+    problem, wanted, copies = task.local, task.wanted, footprint.copied_bytes(task, CAST_COLUMNS)
     if problem.vocab == 0:  # a shard of nothing but padding
         return Route(engine.name, NAME, problem.gemm_dtype, reason, tile_width=TILE_QUANTUM)
-    fixed, column = accumulator_bytes(problem, wanted), engine.column_bytes(problem)
+    budget = footprint.budget(engine, task)
     kept = kept_columns(engine, problem, wanted, budget)
     tiled = 0 if kept == problem.vocab else kept  # all are kept: tiles are for a second backward
+    fixed, column = accumulator_bytes(problem, wanted), engine.column_bytes(problem)
     width = engine.tile_width(problem, fitting_width(problem.vocab - tiled, column, budget - fixed), tiled)
-    if kept == problem.vocab:
-        used = engine.chunk_bytes(problem, problem.tokens)
-    else:
-        backward = fixed + column * (width + SPARE_COLUMNS) if wanted else 0
-        used = max(backward, engine.forward_bytes(problem, width, kept))
     count = gemms(4 - kept / problem.vocab, wanted) if wanted else 1
     return Route(
         engine.name,
@@ -92,7 +85,8 @@ def plan(engine, task: Task, reason: str) -> Route:
         tile_width=width,
         kept=kept,
         gemms=count,
-        workspace_bytes=used,
+        workspace_bytes=footprint.recompute_bytes(engine, task, width, kept),
+        copied_bytes=copies,
     )
 
 
@@ -217,7 +211,7 @@ class _GradientSink:
         grads = self.gradients
         if grads.x is not None:
             weight = self.engine.gemm_operand(weight)
-            matmul(dz, weight, out=grads.x, accumulate=tile.start > 0, alpha=self.alpha)
+            matmul(dz, weight, out=grads.x, beta=float(tile.start > 0), alpha=self.alpha)
             if tile.stop == self.problem.vocab:
                 if self.selected_dz is not None:
                     selected.add_dx(self.engine, self.problem, self.selected_dz, grads.x, self.alpha)

@@ -31,7 +31,7 @@ def add_dx(engine, problem: Problem, dz: torch.Tensor, dx: torch.Tensor, alpha: 
     ids, here = _places(problem)
     if len(ids):
         dz = torch.where(here, dz, 0.0).to(engine.dz_dtype(problem.x.dtype))
-        matmul(dz, _rows(engine, problem, ids), out=dx, accumulate=True, alpha=alpha)
+        matmul(dz, _rows(engine, problem, ids), out=dx, beta=1.0, alpha=alpha)
 
 
 def add_dw(engine, problem: Problem, dz: torch.Tensor, gradients: Gradients, factor) -> None:
