@@ -51,7 +51,7 @@ objective
 row_statistics
 epilogues
 gemm
-triton_kernels
+triton_kernels triton_folds
 elementwise
 tiling
 without_data checks

@@ -15,7 +15,7 @@ import torch
 
 torch.cuda.device = lambda *_: contextlib.nullcontext()  # the wrappers select the tensors' device
 
-from liger_cutedsl import LossOptions, cross_entropy, triton_kernels  # noqa: E402
+from liger_cutedsl import LossOptions, cross_entropy, triton_folds, triton_kernels  # noqa: E402
 from liger_cutedsl.call import Problem  # noqa: E402
 from liger_cutedsl.engines.torch_engine import TorchEngine  # noqa: E402
 from liger_cutedsl.objective import RowDerivatives, row_coefficients, row_weights  # noqa: E402
@@ -38,13 +38,13 @@ def check_folds():
     partials[1] = -torch.inf
     partials[2, 100:] = -torch.inf
     want = torch.logsumexp(partials, dim=1)
-    got = triton_kernels.fold_lse(partials)
+    got = triton_folds.fold_lse(partials)
     assert got[1] == -torch.inf
     close("fold_lse", got[[0, 2, 3, 4]], want[[0, 2, 3, 4]], FLOAT32)
     for headroom in (0, 15):
         maxima, sums = torch.randn(4, 700) * 20, torch.rand(4, 700) + 0.5
         want = torch.logsumexp(maxima + sums.log(), dim=1)
-        close(f"fold_exp {headroom}", triton_kernels.fold_exp(maxima, sums * 2.0**headroom, headroom), want, FLOAT32)
+        close(f"fold_exp {headroom}", triton_folds.fold_exp(maxima, sums * 2.0**headroom, headroom), want, FLOAT32)
 
 
 def check_moments():
@@ -59,7 +59,7 @@ def check_moments():
             part[3, :300] = nothing
         scales = [1.0, 2.0**headroom, 2.0**headroom, 4.0**headroom]
         buffer = torch.cat([part * scale for part, scale in zip(parts, scales, strict=True)], dim=1)
-        got = triton_kernels.fold_moments(dict(zip(names[:count], buffer.chunk(4, dim=1), strict=False)), headroom)
+        got = triton_folds.fold_moments(dict(zip(names[:count], buffer.chunk(4, dim=1), strict=False)), headroom)
         want = over_parts(RowStatistics(**{n: p.t().double() for n, p in zip(names, parts[:count], strict=False)}))
         assert got.keys() == {*names[:count], "lse"} and got["maximum"][4] == got["lse"][4] == -torch.inf
         assert got["sum_exp"][4] == 0 and torch.equal(got["maximum"].double(), want.maximum)

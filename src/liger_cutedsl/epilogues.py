@@ -181,8 +181,11 @@ def backward_epilogue(flags: EpilogueFlags):
 
     def backward(acc, **operands):
         z, slope = capped(flags, biased(flags, acc, operands), operands)
-        log_p = z - operands["lse"]
-        dz = exp2(log_p * LOG2_E) * _of_p(flags, log_p, operands)
+        if flags.entropy:
+            log_p = z - operands["lse"]
+            dz = exp2(log_p * LOG2_E) * _of_p(log_p, operands)
+        else:
+            dz = exp2((z - operands["lse"]) * LOG2_E) * operands["row_a"]
         if flags.smoothing:
             dz = dz - (operands["row_c"] * operands["ce_weight"] if flags.ce_weight else operands["row_c"])
         if flags.softcap:
@@ -192,10 +195,8 @@ def backward_epilogue(flags: EpilogueFlags):
     return _with_operands(backward, flags.backward_operands)
 
 
-def _of_p(flags: EpilogueFlags, log_p, operands):
-    """What p is multiplied by in dz: A, or a − h·log p with a = A + h·lse, a row's own."""
-    if not flags.entropy:
-        return operands["row_a"]
+def _of_p(log_p, operands):
+    """What p is multiplied by in dz where an entropy has a gradient: a − h·log p."""
     return operands["row_a"] - operands["row_h"] * at_least(log_p, LOWEST_MAXIMUM)  # −∞·0 is NaN
 
 
@@ -245,7 +246,7 @@ def dz_of_exp(flags: EpilogueFlags, headroom: int, e, operands):
     scale = exp2(from_lse * LOG2_E - float(headroom))
     if flags.entropy:  # no cap: log p is what e has kept of it
         log_p = e.clamp(min=SMALLEST_EXPONENTIAL).log() - headroom * LN_2 + from_lse
-        dz = e * (scale * _of_p(flags, log_p, operands))
+        dz = e * (scale * _of_p(log_p, operands))
     else:
         dz = e * (scale * operands["row_a"])
     if flags.smoothing:

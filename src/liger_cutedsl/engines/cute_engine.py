@@ -21,7 +21,8 @@ from liger_cutedsl.objective import RowCoefficients
 from liger_cutedsl.options import LogitOptions
 from liger_cutedsl.row_statistics import RowStatistics
 from liger_cutedsl.tiling import TILE_QUANTUM, Tile, WaveModel
-from liger_cutedsl.triton_kernels import SUMMED_ROWS, dz_of_exp, fold_exp, fold_lse, fold_moments
+from liger_cutedsl.triton_folds import fold_exp, fold_lse, fold_moments
+from liger_cutedsl.triton_kernels import SUMMED_ROWS, dz_of_exp
 
 use_private_cache()
 

@@ -161,15 +161,16 @@ class TorchEngine:
 
 def _forward_temporaries(problem: Problem) -> int:
     """(rows, columns) temporaries that a tile's logits take, as measured."""
-    return 2 + (problem.bias is not None) + 5 * (problem.options.softcap is not None)
+    options = problem.options
+    return 2 + (problem.bias is not None) + 5 * (options.softcap is not None) + 3 * options.needs_moments
 
 
 def _backward_temporaries(problem: Problem) -> int:
     """Those of its dz, beside dz."""
     options, bias = problem.options, problem.bias is not None
     if options.softcap is not None:
-        return 7 + bias
-    return 3 + bias + (options.smoothing and problem.ce_weight is not None)
+        return 7 + bias + 2 * options.needs_entropy
+    return 3 + 2 * options.needs_entropy + bias + (options.smoothing and problem.ce_weight is not None)
 
 
 def _broadcast_operands(names, problem: Problem, tile: Tile) -> dict:
