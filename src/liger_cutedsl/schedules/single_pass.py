@@ -99,8 +99,9 @@ def _fitting_chunk(engine, task: Task, sums: WantedGradients, allowed: int) -> i
     """The engine's choice among the chunks that fit the allowed bytes; SMALLEST_CHUNK where none does."""
     problem, least = task.problem, min(SMALLEST_CHUNK, task.problem.tokens)
     per_row = engine.chunk_bytes(problem, 2) - engine.chunk_bytes(problem, 1)
-    spare = allowed - footprint.single_pass_bytes(engine, task, sums, 1) + per_row
-    fitting = min(max(spare // per_row // TILE_QUANTUM * TILE_QUANTUM, least), problem.tokens)
+    # beside a chunk of many rows, whose dX cuBLAS computes without scratch memory
+    fixed = footprint.single_pass_bytes(engine, task, sums, problem.tokens) - per_row * problem.tokens
+    fitting = min(max((allowed - fixed) // per_row // TILE_QUANTUM * TILE_QUANTUM, least), problem.tokens)
     chunk = engine.chunk_size(problem, fitting)
     while fitting > least and footprint.single_pass_bytes(engine, task, sums, chunk) > allowed:
         fitting = max(least, fitting - TILE_QUANTUM)  # what a product of few rows allocates is none of per_row
