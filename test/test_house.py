@@ -24,10 +24,13 @@ __main__
 testing ahead_of_time
 liger.switch
 liger.operators liger.dispatch
+liger.scaled liger.trl
+liger.drop_in
 liger
 api
 torch_compile
 dtensor
+log_probs_standin
 autograd
 checkpointing derivatives
 routing

@@ -21,6 +21,7 @@ _BATCHES = "torch.func transforms and batched upstream gradients, refused by nam
 _HANDED_OVER = "kept gradients and exponentials, handed over unless the graph is kept (retain_graph=True)"
 _FAKES = "calls and explain() with fake and meta tensors"
 _CHECKPOINTS = "selective activation checkpointing"
+_GRAPHS = "drop-ins for per-token operators under torch.compile"
 _SWITCH = "enable() and disable(), and Liger's own operator as impl='nvidia-cutedsl-stock'"
 PRIVATE = {
     "torch._C._functorch.is_functorch_wrapped_tensor": _BATCHES,
@@ -32,6 +33,7 @@ PRIVATE = {
     "torch._subclasses.fake_tensor.FakeTensor": _FAKES,
     "torch._subclasses.fake_tensor.FakeTensorMode": _FAKES,
     "torch._C._len_torch_dispatch_stack": _CHECKPOINTS,
+    "torch._dynamo.decorators.assume_constant_result": _GRAPHS,
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack": _CHECKPOINTS,
     "torch.utils._python_dispatch._pop_mode": _CHECKPOINTS,
     "torch.utils._python_dispatch._push_mode": _CHECKPOINTS,
@@ -92,6 +94,13 @@ def checkpoint_modes() -> tuple[type, ...]:
     module = sys.modules.get("torch.utils.checkpoint")
     found = (getattr(module, name, None) for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode"))
     return tuple(kind for kind in found if kind is not None)
+
+
+def constant_in_graphs(function):
+    """A function of Python values that torch.compile calls once while it traces, and whose result is a constant of the
+    graph. As torch.compiler.assume_constant_result, but without its import of torch._dynamo, which takes a second."""
+    function._dynamo_marked_constant = True
+    return function
 
 
 def liger_locations(op: str) -> tuple[str, ...]:
