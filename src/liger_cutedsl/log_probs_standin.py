@@ -38,7 +38,11 @@ class LogProbOptions(LossOptions):
             raise TypeError(f"temperature must be a finite number, got {self.temperature!r}")
         if not 0 < self.temperature < float("inf"):
             raise ValueError(f"temperature must be greater than 0, got {self.temperature!r}")
-        if isinstance(self.logit_scale, bool) or not isinstance(self.logit_scale, (int, float)):
+        if (
+            isinstance(self.logit_scale, bool)
+            or not isinstance(self.logit_scale, (int, float))
+            or self.logit_scale == float("inf")
+        ):
             raise TypeError(f"logit_scale must be a finite number, got {self.logit_scale!r}")
 
 

@@ -21,6 +21,7 @@ from liger_cutedsl.log_probs_standin import LogProbOptions, Problem
 from liger_cutedsl.route import Settings
 from liger_cutedsl.routing import choose_route
 
+_LEAST_MB = 16.0  # less than one of the blocks that torch's allocator takes of a GPU: of a call that small, nobody asks
 _LOG = logging.getLogger(__name__)
 _said: set[tuple[str, str]] = set()  # (operator, reason) that the log has
 _in_place: dict[type, object] = {}  # our class → what enable() found in the place that it takes
@@ -49,11 +50,15 @@ def note(operator: str, reason: str) -> None:
         _LOG.info("%s runs as it was before liger-cutedsl took its place: %s", operator, reason)
 
 
+def forget_notes() -> None:
+    _said.clear()
+
+
 def settings_within(original_bytes: int) -> Settings:
     """The user's settings; where they name no workspace, what the original takes in the same call is the budget."""
     if os.environ.get("LIGER_CUTEDSL_WORKSPACE_MB"):
         return Settings.resolve()
-    return Settings.resolve(workspace_mb=max(original_bytes / 2**20, 1.0))
+    return Settings.resolve(workspace_mb=max(original_bytes / 2**20, _LEAST_MB))
 
 
 def obstacle(problem: Problem, settings: Settings) -> str | None:

@@ -202,11 +202,12 @@ def _bytes_on_hopper(problem: Problem) -> int:
 
 
 def _bytes_in_chunks(problem: Problem, elements: int) -> int:
-    """elements float32 numbers of a chunk's logits, and the chunk's share of dW before it is added."""
-    wanted = WantedGradients.of(problem)
-    logits = min(problem.tokens, _CHUNK) * problem.vocab
-    share = problem.weight.numel() * problem.weight.element_size() * bool(wanted)
-    return 4 * (elements if wanted else 3) * logits + share
+    """What chunks of plain PyTorch take: `elements` float32 numbers for each logit of a chunk at the widest point of
+    backward; or, at its products, two of them, the gradient, and the chunk's share of dW before it is added."""
+    logits, size = min(problem.tokens, _CHUNK) * problem.vocab, problem.weight.element_size()
+    if not WantedGradients.of(problem):
+        return 4 * 3 * logits
+    return max(4 * elements * logits, (4 * 2 + size) * logits + size * problem.weight.numel())
 
 
 def _is_frontend(original) -> bool:

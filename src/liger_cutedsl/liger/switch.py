@@ -1,7 +1,7 @@
 """enable() and disable(): Liger-Kernel and TRL on our operators without the environment variable, and back.
 
 Modules import an operator by name when they are first loaded, its owner's and other people's, so registering ours is
-not enough once they are: whatever is bound to it there is rebound. The modules that define the operators keep their own.
+not enough once they are: whatever is bound to it there is rebound. Modules that define an operator keep their own.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def find_original() -> type | None:
 
     None without TRL; None with a warning, given once, for a TRL whose class is another one.
     """
-    if find_spec("trl") is None or find_spec("trl").origin is None:
+    if not _is_installed():
         return None
     try:
         module = importlib.import_module(HOME)
@@ -195,6 +195,14 @@ def find_original() -> type | None:
     except Exception as error:  # a broken installation fails in many ways
         _warn(f"does not import ({type(error).__name__}: {error})")
     return None
+
+
+def _is_installed() -> bool:
+    try:
+        found = find_spec("trl")
+    except ValueError:  # sys.modules says that there is none
+        return False
+    return found is not None and found.origin is not None  # a folder of that name is not TRL
 
 
 def _warn(what: str) -> None:
