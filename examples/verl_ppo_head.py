@@ -2,9 +2,9 @@
 
     python examples/verl_ppo_head.py            on a CPU, in under a minute
 
-verl itself needs Ray, so this loads the one file of it that holds the head: from an installed verl, or out of the wheel of
-verl 0.9.1, which pip downloads. verl binds Liger's operator when it is imported, under a name of its own: enable() finds
-it there, before or after.
+verl itself needs Ray, so this loads the one file of it that holds the head: from an installed verl, or out of the wheel
+of verl 0.9.1, which pip downloads. verl binds Liger's operator when it is imported, under a name of its own: enable()
+finds it there, before or after.
 """
 
 from __future__ import annotations
