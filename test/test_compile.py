@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from liger_cutedsl import LigerFusedLinearCrossEntropyFunction, LossOptions, fused_linear_cross_entropy, torch_compile
 from liger_cutedsl.call import Gradients
-from liger_cutedsl.objective import LossOutput
+from liger_cutedsl.cross_entropy import LossOutput
 from reference import EVERY_OPTION, GRADIENT_BOUND, LOSS_BOUND, LOSS_BOUND_FLOAT32, Case, assert_close, reference
 from test_inputs import laid_out
 

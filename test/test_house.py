@@ -22,15 +22,17 @@ LAYERS = """
 __main__
 (root)
 testing ahead_of_time
+kernel_variants
 liger.switch
 liger.operators liger.dispatch
 liger.scaled liger.trl
 liger.drop_in
 liger
-api
-torch_compile
+api api_log_probs
+entering
+torch_compile torch_compile_log_probs
+custom_ops
 dtensor
-log_probs_standin
 autograd
 checkpointing derivatives
 routing
@@ -41,13 +43,18 @@ shards
 engines
 engines.cute_engine engines.torch_engine
 engines.cute_kernels
+engines.cute_moments
 engines.cute_ops engines.architectures engines.engine
 kernel_cache
 rows
+objectives
+cross_entropy log_probs
 objective
+row_statistics
 epilogues
 gemm
 triton_kernels
+elementwise
 tiling
 without_data checks
 call

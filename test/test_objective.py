@@ -3,17 +3,19 @@
 import pytest
 import torch
 
-from liger_cutedsl import LossOptions
+from liger_cutedsl import LossOptions, cross_entropy
 from liger_cutedsl.call import Problem
 from liger_cutedsl.epilogues import EpilogueFlags, backward_epilogue, capped, forward_epilogue
-from liger_cutedsl.objective import RowStatistics, row_coefficients, row_weights
+from liger_cutedsl.objective import row_weights
+from liger_cutedsl.row_statistics import RowStatistics
 
 
 def test_the_target_gradient_survives_p_near_one():
     log_p = torch.tensor([-1e-6, -1e-3, -1.0])
     problem = Problem(torch.zeros(3, 8), torch.zeros(5, 8), torch.tensor([0, 1, 2]), None, None, LossOptions())
     stats = RowStatistics(lse=torch.zeros(3), target_logit=log_p)
-    coefficients = row_coefficients(stats, row_weights(problem), problem.options, torch.tensor(1.0))
+    upstream = cross_entropy.LossOutput(torch.tensor(1.0))
+    coefficients = cross_entropy.coefficients(stats, row_weights(problem), problem, upstream, 1.0)
     exact = torch.expm1(log_p.double()) / 3
     torch.testing.assert_close(coefficients.fix.double(), exact, rtol=4 * 1.2e-7, atol=0)
     naive = (coefficients.a * torch.exp(log_p) - 1 / 3).double()  # A·p − B
@@ -46,7 +48,9 @@ def test_softcap_formula_matches_tanh(softcap):
 def test_epilogues_name_the_operands_they_take():
     import inspect
 
-    flags = EpilogueFlags(bias=True, softcap=True, ce_weight=True, smoothing=True, argmax=True)
+    flags = EpilogueFlags(
+        bias=True, softcap=True, ce_weight=True, smoothing=True, argmax=True, scale=True, entropy=True
+    )
     assert list(inspect.signature(forward_epilogue(flags)).parameters)[1:] == list(flags.forward_operands)
     assert list(inspect.signature(backward_epilogue(flags)).parameters)[1:] == list(flags.backward_operands)
     problem = Problem(torch.zeros(1, 8), torch.zeros(5, 8), torch.tensor([0]), None, torch.ones(5), LossOptions())

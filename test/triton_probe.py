@@ -15,10 +15,12 @@ import torch
 
 torch.cuda.device = lambda *_: contextlib.nullcontext()  # the wrappers select the tensors' device
 
-from liger_cutedsl import LossOptions, triton_kernels  # noqa: E402
+from liger_cutedsl import LossOptions, cross_entropy, triton_kernels  # noqa: E402
 from liger_cutedsl.call import Problem  # noqa: E402
 from liger_cutedsl.engines.torch_engine import TorchEngine  # noqa: E402
-from liger_cutedsl.objective import row_coefficients, row_weights  # noqa: E402
+from liger_cutedsl.objective import RowDerivatives, row_coefficients, row_weights  # noqa: E402
+from liger_cutedsl.options import LogProbOptions  # noqa: E402
+from liger_cutedsl.row_statistics import RowStatistics, over_parts  # noqa: E402
 
 FLOAT32 = 2e-6
 
@@ -42,6 +44,27 @@ def check_folds():
         maxima, sums = torch.randn(4, 700) * 20, torch.rand(4, 700) + 0.5
         want = torch.logsumexp(maxima + sums.log(), dim=1)
         close(f"fold_exp {headroom}", triton_kernels.fold_exp(maxima, sums * 2.0**headroom, headroom), want, FLOAT32)
+
+
+def check_moments():
+    """Of tiles with offsets of up to 10³, one row without any, against the same fold by torch in float64."""
+    tiles, names = 700, ("maximum", "sum_exp", "sum_exp_z", "sum_exp_sq")
+    for headroom, count in ((0, 4), (15, 4), (0, 3)):
+        m = torch.randn(5, tiles) * 20 + torch.tensor([0.0, 1e3, -1e3, 50.0, 0.0])[:, None]
+        s = torch.rand(5, tiles) * 5 + 1
+        parts = [m, s, -torch.rand(5, tiles) * s, torch.rand(5, tiles) * s + 1]
+        for part, nothing in zip(parts, (-torch.inf, 0.0, 0.0, 0.0), strict=True):
+            part[4] = nothing
+            part[3, :300] = nothing
+        scales = [1.0, 2.0**headroom, 2.0**headroom, 4.0**headroom]
+        buffer = torch.cat([part * scale for part, scale in zip(parts, scales, strict=True)], dim=1)
+        got = triton_kernels.fold_moments(dict(zip(names[:count], buffer.chunk(4, dim=1), strict=False)), headroom)
+        want = over_parts(RowStatistics(**{n: p.t().double() for n, p in zip(names, parts[:count], strict=False)}))
+        assert got.keys() == {*names[:count], "lse"} and got["maximum"][4] == got["lse"][4] == -torch.inf
+        assert got["sum_exp"][4] == 0 and torch.equal(got["maximum"].double(), want.maximum)
+        for name in names[1:count]:
+            close(f"fold_moments {name} {headroom}", got[name][:4], getattr(want, name)[:4], FLOAT32)
+        close(f"fold_moments lse {headroom}", got["lse"][:4], (want.maximum + want.sum_exp.log())[:4], FLOAT32)
 
 
 def check_summary():
@@ -85,28 +108,50 @@ def check_dz(options, dtype, with_vectors, vocab=5000, tokens=6):
     e = torch.empty(tokens, vocab + 8, dtype=dtype)[:, :vocab]
     stats, maxima = engine.exp_chunk(problem, out=e)
     scale = torch.tensor(4096.0 if dtype == torch.float16 else 1.0)
-    coefficients = row_coefficients(stats, row_weights(problem), problem.options, scale)
+    upstream = cross_entropy.LossOutput(scale)
+    coefficients = cross_entropy.coefficients(stats, row_weights(problem), problem, upstream, 1.0)
+    check_dz_of(problem, engine, e, stats, maxima, coefficients, f"{dtype} {options}")
+
+
+def check_entropy_dz(dtype, vocab=5000, tokens=6):
+    """The same with an entropy's gradient, temperature and exponentials that are 0."""
+    x, weight = torch.randn(tokens, 16).to(dtype), torch.randn(vocab, 16).to(dtype) * 8
+    options = LogProbOptions(temperature=1.5, return_entropy=True)
+    problem = Problem(x, weight, torch.randint(0, vocab, (tokens,)), options=options, dense=True)
+    engine = TorchEngine(dz_dtype=dtype)
+    e = torch.empty(tokens, vocab + 8, dtype=dtype)[:, :vocab]
+    stats, maxima = engine.exp_chunk(problem, out=e)
+    stats = stats.finished()
+    by = RowDerivatives(torch.randn(tokens), h=torch.randn(tokens))
+    coefficients = row_coefficients(stats, row_weights(problem), options, by)
+    check_dz_of(problem, engine, e, stats, maxima, coefficients, f"{dtype} entropy")
+
+
+def check_dz_of(problem, engine, e, stats, maxima, coefficients, what):
+    dtype, tokens, target = e.dtype, problem.tokens, problem.target
     want = e.clone()
     want_sums = engine.scale_chunk(problem, want, maxima, stats.lse, coefficients, True)
     headroom = 15 if dtype == torch.float16 else 0
     exponentials, arguments = e.clone(), (maxima, stats.lse, coefficients, engine.exp_tile(problem), headroom)
     assert triton_kernels.dz_of_exp(problem, e, *arguments, column_sums=False) is None
     # both are rounded once to the dtype; a value next to a rounding boundary may fall either way
-    close(f"dz_of_exp {dtype} {options}", e, want, max(torch.finfo(dtype).eps / 8, FLOAT32))
+    close(f"dz_of_exp {what}", e, want, max(torch.finfo(dtype).eps / 8, FLOAT32))
     assert torch.equal(e[torch.arange(tokens), target], coefficients.fix.to(dtype))
     sums = triton_kernels.dz_of_exp(problem, exponentials, *arguments, column_sums=True)
     assert torch.equal(exponentials, e)
     # of a few rows, each rounded to the dtype in one of the two
-    close(f"column sums {dtype} {options}", sums, want_sums, max(torch.finfo(dtype).eps, FLOAT32))
+    close(f"column sums {what}", sums, want_sums, max(torch.finfo(dtype).eps, FLOAT32))
 
 
 torch.manual_seed(0)
 check_folds()
+check_moments()
 check_summary()
 check_scale()
 for dtype in (torch.float32, torch.float16):  # the interpreter truncates to bf16 where a GPU rounds
     check_dz({}, dtype, False)
     check_dz(dict(softcap=5.0), dtype, True)  # in the exponentials already
     check_dz(dict(label_smoothing=0.1), dtype, False)
+    check_entropy_dz(dtype)
     check_dz(dict(label_smoothing=0.1, lse_square_scale=1e-3, use_token_scaling=True), dtype, True)
 check_dz(dict(softcap=5.0, use_token_scaling=True), torch.float32, True)

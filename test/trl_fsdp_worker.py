@@ -1,8 +1,8 @@
 """One rank of test_trl_fsdp.py: python test/trl_fsdp_worker.py RANK RANKS FOLDER   prints "rank R done" when all held
 
 TRL's fused head on a small model under FSDP2 (gloo, CPU), by TRL's own kernel and by ours: the gradients of plain
-PyTorch where the head lies in the root's group or in accelerate's tail group. Where it is a group of its own its gradient
-is lost with either: TRL's head takes the weight's full_tensor(), which does not sum over the ranks.
+PyTorch where the head lies in the root's group or in accelerate's tail group. Where it is a group of its own its
+gradient is lost with either: TRL's head takes the weight's full_tensor(), which does not sum over the ranks.
 """
 
 import os

@@ -119,7 +119,7 @@ def compare(make, compact):
     found = []
     with mock.patch.object(utils, "_use_triton", lambda device: compact):
         found.append(trained(make()))
-        with mock.patch.object(ours, "run_log_probs", wraps=ours.run_log_probs) as calls:
+        with mock.patch.object(ours, "run", wraps=ours.run) as calls:
             liger_cutedsl.enable()
             found.append(trained(make()))
             liger_cutedsl.disable()

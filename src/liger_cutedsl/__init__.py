@@ -12,14 +12,17 @@ from liger_cutedsl.api import (
     fused_linear_cross_entropy,
     vocab_parallel_fused_linear_cross_entropy,
 )
+from liger_cutedsl.api_log_probs import fused_linear_log_probs, vocab_parallel_fused_linear_log_probs
+from liger_cutedsl.cross_entropy import LossOutput
 from liger_cutedsl.liger.switch import disable, enable
-from liger_cutedsl.objective import LossOutput
+from liger_cutedsl.log_probs import LogProbs
 from liger_cutedsl.options import LossOptions
 from liger_cutedsl.route import Route
 from liger_cutedsl.versions import warn_about_untested_versions
 
 __all__ = [
     "LigerFusedLinearCrossEntropyFunction",
+    "LogProbs",
     "LossOptions",
     "LossOutput",
     "Route",
@@ -27,7 +30,9 @@ __all__ = [
     "enable",
     "explain",
     "fused_linear_cross_entropy",
+    "fused_linear_log_probs",
     "vocab_parallel_fused_linear_cross_entropy",
+    "vocab_parallel_fused_linear_log_probs",
 ]
 __version__ = "0.1.0"
 

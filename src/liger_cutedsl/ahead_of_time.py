@@ -23,38 +23,16 @@ import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from liger_cutedsl.call import Problem
 from liger_cutedsl.engines import architectures
-from liger_cutedsl.epilogues import EpilogueFlags
+from liger_cutedsl.kernel_variants import DTYPES, Variant, all_variants, options_of
 from liger_cutedsl.objective import RowCoefficients
-from liger_cutedsl.options import LossOptions
 from liger_cutedsl.tiling import Tile
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One kernel: forward, backward or exp, its options, dtype, and whether the vocabulary's last tile is full."""
-
-    kernel: str
-    flags: EpilogueFlags
-    dtype: str = "bf16"
-    ragged: bool = False
-
-    @property
-    def options(self) -> str:
-        names = [name for name, on in asdict(self.flags).items() if on] + ["ragged"] * self.ragged
-        return "+".join(names) or "plain"
-
-    @property
-    def name(self) -> str:
-        return f"{self.kernel}/{self.dtype}/{self.options}"
 
 
 @dataclass
@@ -74,34 +52,6 @@ class Compiled:
     tma_stores: int = 0
     seconds: float = 0.0
     error: str = ""
-
-
-def all_variants() -> list[Variant]:
-    """Every kernel the engine can ask for."""
-    variants = []
-    combinations = itertools.product((False, True), (False, True), (None, False, True), DTYPES)
-    for bias, softcap, weighted, dtype in combinations:
-        flags = EpilogueFlags(bias, softcap, ce_weight=bool(weighted), smoothing=weighted is not None)
-        variants.append(Variant("backward", flags, dtype))
-        for argmax, ragged in itertools.product((False, True), (False, True)):
-            variants.append(Variant("forward", replace(flags, argmax=argmax), dtype, ragged))
-            if not (flags.softcap and flags.smoothing):  # such a call stores no exponentials
-                variants.append(Variant("exp", replace(flags, argmax=argmax), dtype, ragged))
-    return variants
-
-
-def typical_variants() -> list[Variant]:
-    """A representative few: no option, what common models use, everything at once."""
-    everything = EpilogueFlags(bias=True, softcap=True, ce_weight=True, smoothing=True)
-    all_but_softcap = replace(everything, softcap=False, argmax=True)
-    common = (EpilogueFlags(), EpilogueFlags(softcap=True), everything)
-    variants = [Variant("backward", flags) for flags in common]
-    variants += [Variant("forward", common[0]), Variant("forward", common[0], ragged=True)]
-    variants += [Variant("exp", common[0]), Variant("exp", all_but_softcap, ragged=True)]
-    variants += [Variant("exp", common[1], "fp16")]
-    variants += [Variant("forward", replace(everything, argmax=True), dtype, ragged=True) for dtype in DTYPES]
-    variants += [Variant("forward", replace(everything, argmax=True))]
-    return variants
 
 
 def compile_architecture(arch: str, variants: list[Variant], jobs: int) -> list[Compiled]:
@@ -178,11 +128,7 @@ def _trace(variant: Variant):
     from liger_cutedsl.engines.cute_engine import CuteEngine, exp_kind, tile_of
 
     flags, n, hidden = variant.flags, 128, 64
-    options = LossOptions(
-        softcap=1.0 if flags.softcap else None,
-        label_smoothing=0.1 if flags.smoothing else 0.0,
-        return_predicted_tokens=flags.argmax,
-    )
+    options = options_of(flags)
     here, wide = {"device": "cpu"}, {"dtype": torch.float32, "device": "cpu"}
     kernel = exp_kind(options) if variant.kernel == "exp" else variant.kernel
     tile = tile_of(kernel, torch.empty(1, **wide))
@@ -195,7 +141,7 @@ def _trace(variant: Variant):
         torch.zeros(n, dtype=torch.int64, **here),
         vector if flags.bias else None,
         vector if flags.ce_weight else None,
-        options,
+        options=options,
     )
     engine, row = CuteEngine(launch=False), torch.zeros(n, **wide)
     out = torch.empty(n, 2 * tile.tile_n, dtype=x.dtype, **here)[:, :vocab]
@@ -204,7 +150,8 @@ def _trace(variant: Variant):
     elif variant.kernel == "exp":
         engine.exp_chunk(problem, out)
     else:
-        engine.dz_tile(problem, row, RowCoefficients(row, row, row), Tile(0, vocab), out)
+        c, h = row if flags.smoothing else None, row if flags.entropy else None
+        engine.dz_tile(problem, row, RowCoefficients(row, c, row, h), Tile(0, vocab), out)
     return tile
 
 

@@ -9,18 +9,17 @@ import torch
 import torch.distributed as dist
 
 from liger_cutedsl.autograd import run
-from liger_cutedsl.call import Problem, WantedGradients, is_dtensor, planned_device
+from liger_cutedsl.call import Problem, WantedGradients, planned_device
 from liger_cutedsl.checks import check_tensors
 from liger_cutedsl.compat import FakeTensorMode
-from liger_cutedsl.dtensor import run_dtensor
-from liger_cutedsl.objective import LossOutput
-from liger_cutedsl.options import LossOptions, python_scalar, suggesting
+from liger_cutedsl.cross_entropy import LossOutput
+from liger_cutedsl.entering import entered, flattened
+from liger_cutedsl.options import LossOptions, suggesting
 from liger_cutedsl.route import Route, Settings
 from liger_cutedsl.routing import choose_route
 from liger_cutedsl.shards import VocabShard
 from liger_cutedsl.split import SplitVocabulary
-from liger_cutedsl.torch_compile import run_compiled
-from liger_cutedsl.without_data import planned, shapes_only
+from liger_cutedsl.without_data import planned
 
 
 @suggesting
@@ -36,6 +35,8 @@ def fused_linear_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
     softcap: float | None = None,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
     use_token_scaling: bool = False,
     accum_dtype: torch.dtype | None = None,
     return_z_loss: bool = False,
@@ -53,7 +54,8 @@ def fused_linear_cross_entropy(
     lse_square_scale: λ of the z-loss λ·lse², added to the loss; not scaled by class weights.
     label_smoothing: ε in [0, 1], the share of the target mass spread over the vocabulary.
     reduction: "mean" (over rows, weighted by class weights as in torch), "sum" or "none" (one loss a row).
-    softcap: logits become softcap · tanh(logits / softcap); None for no capping.
+    softcap, temperature, logit_scale: logits are softcap · tanh(u / softcap) / temperature, or u / temperature for
+        softcap=None, with u = logit_scale · (x @ weight.T + bias). Loss, z-loss and metrics are those of these logits.
     use_token_scaling: multiply each row's loss by its detached target probability.
     accum_dtype: dtype in which dW and db are summed where a schedule sums them piecewise.
     return_z_loss, return_token_accuracy, return_predicted_tokens: metrics to compute besides the loss.
@@ -71,6 +73,8 @@ def fused_linear_cross_entropy(
         label_smoothing=label_smoothing,
         reduction=reduction,
         softcap=softcap,
+        temperature=temperature,
+        logit_scale=logit_scale,
         use_token_scaling=use_token_scaling,
         accum_dtype=accum_dtype,
         return_z_loss=return_z_loss,
@@ -78,8 +82,8 @@ def fused_linear_cross_entropy(
         return_predicted_tokens=return_predicted_tokens,
     )
     shape = getattr(target, "shape", None)
-    x, target = _flattened(x, target)
-    return _entered((x, weight, target, bias, ce_weight), options, engine, schedule, workspace_mb).result(shape)
+    x, target = flattened(x, target)
+    return entered((x, weight, target, bias, ce_weight, None), options, engine, schedule, workspace_mb).result(shape)
 
 
 @suggesting
@@ -98,6 +102,8 @@ def vocab_parallel_fused_linear_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
     softcap: float | None = None,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
     use_token_scaling: bool = False,
     accum_dtype: torch.dtype | None = None,
     return_z_loss: bool = False,
@@ -130,6 +136,8 @@ def vocab_parallel_fused_linear_cross_entropy(
         label_smoothing=label_smoothing,
         reduction=reduction,
         softcap=softcap,
+        temperature=temperature,
+        logit_scale=logit_scale,
         use_token_scaling=use_token_scaling,
         accum_dtype=accum_dtype,
         return_z_loss=return_z_loss,
@@ -137,7 +145,7 @@ def vocab_parallel_fused_linear_cross_entropy(
         return_predicted_tokens=return_predicted_tokens,
     )
     shape = getattr(target, "shape", None)
-    x, target = _flattened(x, target)
+    x, target = flattened(x, target)
     problem = Problem(x, weight_shard, target, bias, ce_weight, LossOptions(**options))
 
     def split_of(problem: Problem) -> SplitVocabulary:
@@ -200,8 +208,8 @@ class LigerFusedLinearCrossEntropyFunction:
             return_token_accuracy=return_token_accuracy,
             return_predicted_tokens=return_predicted_tokens,
         )
-        tensors = (_input, weight, target, bias, ce_weight)
-        output = _entered(tensors, options, chunk_mem_const=chunk_mem_const)
+        tensors = (_input, weight, target, bias, ce_weight, None)
+        output = entered(tensors, options, chunk_mem_const=chunk_mem_const)
         return tuple(LigerResults(output.loss, output.z_loss, output.token_accuracy, output.predicted_tokens))
 
 
@@ -218,6 +226,8 @@ def explain(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
     softcap: float | None = None,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
     use_token_scaling: bool = False,
     accum_dtype: torch.dtype | None = None,
     return_z_loss: bool = False,
@@ -239,6 +249,8 @@ def explain(
         label_smoothing=label_smoothing,
         reduction=reduction,
         softcap=softcap,
+        temperature=temperature,
+        logit_scale=logit_scale,
         use_token_scaling=use_token_scaling,
         accum_dtype=accum_dtype,
         return_z_loss=return_z_loss,
@@ -258,38 +270,3 @@ def explain(
     if not x.is_meta:
         return route
     return replace(route, reason=f"{route.reason} (meta tensors, taken for {planned_device(x.device).type}'s)")
-
-
-def _flattened(x, target):
-    """x (N, H) and target (N,) of (..., H) and (...), where they are plain tensors."""
-    plain = isinstance(x, torch.Tensor) and isinstance(target, torch.Tensor) and not is_dtensor(x)
-    if not plain or x.dim() == 2:
-        return x, target
-    if x.shape[:-1] != target.shape:
-        raise ValueError(
-            f"target must have shape {tuple(x.shape[:-1])}, one target for each row of x "
-            f"{tuple(x.shape)}, got {tuple(target.shape)}"
-        )
-    return x.reshape(-1, x.shape[-1]), target.reshape(-1)
-
-
-def _entered(tensors, options: dict, engine=None, schedule=None, workspace_mb=None, chunk_mem_const=1) -> LossOutput:
-    """The call by the way its tensors need: DTensors, one node of a graph, or as it is."""
-    x, weight, *_ = tensors
-    distributed = is_dtensor(x) or is_dtensor(weight)
-    if not distributed and (torch.compiler.is_compiling() or shapes_only(*tensors)):
-        _check_traceable(dict(options, chunk_mem_const=chunk_mem_const))
-        return run_compiled(tensors, options, engine, schedule, workspace_mb, chunk_mem_const)
-    problem = Problem(*tensors, LossOptions(**options))
-    settings = Settings.resolve(engine, schedule, workspace_mb, python_scalar(chunk_mem_const))
-    return run_dtensor(problem, settings) if distributed else run(problem, settings)
-
-
-def _check_traceable(options: dict) -> None:
-    """Under torch.compile numpy's scalars are tensors, and a graph holds no option that is one: without fullgraph=True
-    the error makes torch.compile run this call by itself, between two graphs."""
-    for name, value in options.items():
-        if value is not None and not isinstance(value, (bool, int, float, str, torch.dtype)):
-            raise TypeError(
-                f"{name} must be a Python number inside torch.compile(fullgraph=True), as numpy's .item() gives"
-            )

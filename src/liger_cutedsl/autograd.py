@@ -9,16 +9,17 @@ import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
+from liger_cutedsl import objectives
 from liger_cutedsl.call import DIFFERENTIABLE, TENSORS, Gradients, Problem, WantedGradients
 from liger_cutedsl.checkpointing import unseen_by_checkpoints
 from liger_cutedsl.checks import check_tensors
 from liger_cutedsl.compat import has_dispatch_modes
 from liger_cutedsl.derivatives import refuse_batched_upstream, without_second_derivative
 from liger_cutedsl.engines import KernelFailure
-from liger_cutedsl.objective import LossOutput
 from liger_cutedsl.readable import check_still_readable
 from liger_cutedsl.route import Route, Settings
 from liger_cutedsl.routing import give_up_on_cute, planned, warn_about_fallback
@@ -35,6 +36,7 @@ class Call:
     """A checked call: what to compute, on which engine and how, and where its rows belong among the caller's.
 
     whole: the caller's own problem, of which task.problem holds the rows that count.
+    around_backward: makes the context in which backward reads what forward saved.
     """
 
     task: Task
@@ -42,11 +44,13 @@ class Call:
     route: Route
     rows: Rows
     whole: Problem
+    around_backward: Callable = contextlib.nullcontext
 
     def without_tensors(self) -> Call:
         """What a graph may hold beside its saved tensors."""
         task = self.task
-        return Call(Task(None, task.wanted, task.settings, task.split), self.engine, self.route, None, None)
+        task = Task(None, task.wanted, task.settings, task.split)
+        return replace(self, task=task, rows=None, whole=None)
 
     def with_task(self, **changes) -> Call:
         return replace(self, task=replace(self.task, **changes))
@@ -69,26 +73,37 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(*inputs, origin)
         ctx.rows = rows
         ctx.call, ctx.options, ctx.dense = call.without_tensors(), problem.options, call.task.problem.dense
-        ctx.state = state
-        ctx.mark_non_differentiable(*(metric for metric in output[1:] if metric is not None))
+        ctx.state, ctx.results = state, type(output)
+        ctx.set_materialize_grads(False)
+        differentiable = objectives.of(problem.options).DIFFERENTIABLE
+        others = (value for name, value in zip(output._fields, output, strict=True) if name not in differentiable)
+        ctx.mark_non_differentiable(*(value for value in others if value is not None))
         return *output, origin
 
     @staticmethod
-    def backward(ctx, grad_output, *_others):
-        refuse_batched_upstream(grad_output)
-        # Not read in vain: activation checkpointing would run the whole forward again to have them.
-        reads = bool(ctx.saved) or torch.is_grad_enabled()
-        *inputs, origin = ctx.saved_tensors if reads else (None,) * (len(TENSORS) + 1)
-        inputs = dict(zip(TENSORS, inputs, strict=True))
-        check_still_readable(ctx.saved, inputs)
-        call = replace(ctx.call, rows=ctx.rows)
-        with torch.no_grad():
-            if ctx.saved:
-                whole = Problem(**inputs, options=ctx.options)
-                compact = replace(call.rows.compact(whole), dense=ctx.dense)
-                call = replace(call.with_task(problem=compact), whole=whole)
-            found = gradients_of(call, ctx.state, grad_output)
-        return (*without_second_derivative(found, grad_output, origin), None)
+    def backward(ctx, *upstream):
+        upstream = ctx.results(*upstream[:-1])
+        if all(gradient is None for gradient in upstream):
+            return None, None, None, None
+        refuse_batched_upstream(upstream)
+        with ctx.call.around_backward():
+            return _differentiated(ctx, upstream)
+
+
+def _differentiated(ctx, upstream: NamedTuple):
+    # Not read in vain: activation checkpointing would run the whole forward again to have them.
+    reads = bool(ctx.saved) or torch.is_grad_enabled()
+    *inputs, origin = ctx.saved_tensors if reads else (None,) * (len(TENSORS) + 1)
+    inputs = dict(zip(TENSORS, inputs, strict=True))
+    check_still_readable(ctx.saved, inputs)
+    call = replace(ctx.call, rows=ctx.rows)
+    with torch.no_grad():
+        if ctx.saved:
+            whole = Problem(**inputs, options=ctx.options)
+            compact = replace(call.rows.compact(whole), dense=ctx.dense)
+            call = replace(call.with_task(problem=compact), whole=whole)
+        found = gradients_of(call, ctx.state, upstream)
+    return (*without_second_derivative(found, *upstream, origin), None)
 
 
 def between_graphs(function):
@@ -147,17 +162,17 @@ def forward_of(call: Call):
     """What the caller gets of a prepared call, and what its schedule's backward needs."""
     output, state = by_name(call.route.schedule).forward(call.engine, call.task, call.route)
     call.task.split.confirm(call.whole)
-    return call.rows.spread_output(output), state
+    return call.rows.spread_results(output, objectives.of(call.whole.options).FILLS), state
 
 
-def gradients_of(call: Call, state, upstream: torch.Tensor) -> Gradients:
-    """The gradients of a prepared call for an upstream gradient () or (N,): kept ones scaled, others computed.
+def gradients_of(call: Call, state, upstream: NamedTuple) -> Gradients:
+    """The gradients of a prepared call for those of its results: kept ones scaled, others computed.
 
     Where a kernel fails only now, from the start on what runs without it: the loss that was handed out stands.
     """
-    task, upstream = call.task, call.rows.select(upstream)
+    task, upstream = call.task, call.rows.select_upstream(upstream)
     if isinstance(state, KeptGradients):
-        return state.for_upstream(upstream, call.rows)
+        return state.for_upstream(upstream[0], call.rows)
     states = [state]
 
     def attempt():
@@ -171,17 +186,32 @@ def gradients_of(call: Call, state, upstream: torch.Tensor) -> Gradients:
 
 
 @between_graphs
-def run(problem: Problem, settings: Settings, split_of: Callable[[Problem], Split] | None = None) -> LossOutput:
-    """Checks, routes and runs a problem under autograd.
+def run(
+    problem: Problem,
+    settings: Settings,
+    split_of: Callable[[Problem], Split] | None = None,
+    around_backward: Callable = contextlib.nullcontext,
+) -> NamedTuple:
+    """Checks, routes and runs a problem under autograd. Returns the results of its objective.
 
     split_of: what gives this process's share of a vocabulary over ranks, for a problem that holds its rows of weight,
     bias and ce_weight; asked again where the ranks turn out to have other shares than they thought.
+    around_backward: makes a context that backward enters before it looks at x, weight and bias (as ZeRO-3 gathers a
+        parameter), and leaves when their gradients are computed.
     """
     check_tensors(problem, empty_shard=split_of is not None)
     wanted = WantedGradients.of(problem)
 
+    def applied(call: Call) -> NamedTuple:
+        leaves, call = (
+            (getattr(call.whole, name) for name in DIFFERENTIABLE),
+            replace(call, around_backward=around_backward),
+        )
+        *results, _origin = _FusedLinearCrossEntropy.apply(*leaves, call)
+        return type(objectives.of(problem.options).FILLS)(*results)
+
     def attempt():
-        return begun(_applied, problem, settings, wanted, WHOLE if split_of is None else split_of(problem))
+        return begun(applied, problem, settings, wanted, WHOLE if split_of is None else split_of(problem))
 
     try:
         return with_fallback(settings, attempt)
@@ -189,30 +219,25 @@ def run(problem: Problem, settings: Settings, split_of: Callable[[Problem], Spli
         return with_fallback(settings, attempt)
 
 
-def _applied(call: Call) -> LossOutput:
-    leaves = (getattr(call.whole, name) for name in DIFFERENTIABLE)
-    *output, _origin = _FusedLinearCrossEntropy.apply(*leaves, call)
-    return LossOutput(*output)
-
-
 def run_with_gradients(
-    problem: Problem, settings: Settings, wanted: WantedGradients, upstream: torch.Tensor | None
-) -> tuple[LossOutput, Gradients]:
-    """A checked problem and its gradients in one go, outside autograd, for an upstream gradient () or (N,), or of 1.
+    problem: Problem, settings: Settings, wanted: WantedGradients, upstream: NamedTuple | None
+) -> tuple[NamedTuple, Gradients]:
+    """A checked problem and its gradients in one go, outside autograd, for gradients of its results, or of 1.
 
-    (N,) for a mean or a sum weighs each token's share of it.
+    (N,) for the gradient of a mean or a sum weighs each token's share of it.
     """
 
     def use(call: Call):
         begin = call
-        if wanted and upstream is not None and upstream.dim():
+        if wanted and upstream is not None and any(g is not None and g.dim() for g in upstream):
             call = begin = _with_gradients_in_backward(call)
             if call.route.schedule == liger_triton.NAME:  # what its forward would keep is for one number
                 begin = call.with_task(wanted=WantedGradients())
         output, state = forward_of(begin)
         if not wanted:
             return output, Gradients()
-        return output, gradients_of(call, state, torch.ones_like(output.loss) if upstream is None else upstream)
+        one = torch.ones_like(output[0])
+        return output, gradients_of(call, state, type(output)(one) if upstream is None else upstream)
 
     with torch.no_grad():
         return with_fallback(settings, lambda: begun(use, problem, settings, wanted))

@@ -8,12 +8,20 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from liger_cutedsl.options import LossOptions
+from liger_cutedsl.options import LogitOptions, LossOptions
 
 # What a call carries, with the axis that slices it: tokens or vocabulary. Slicing, compaction, casting, saving,
 # checking and the custom op's schema follow from this.
-TENSORS = {"x": "tokens", "weight": "vocabulary", "target": "tokens", "bias": "vocabulary", "ce_weight": "vocabulary"}
-MATRICES, VECTORS = ("x", "weight"), ("bias", "ce_weight")  # the vectors are optional
+TENSORS = {
+    "x": "tokens",
+    "weight": "vocabulary",
+    "target": "tokens",
+    "bias": "vocabulary",
+    "ce_weight": "vocabulary",
+    "selected_token_ids": "neither",
+}
+MATRICES, VECTORS = ("x", "weight"), ("bias", "ce_weight")
+OPTIONAL = (*VECTORS, "selected_token_ids")
 DIFFERENTIABLE = ("x", "weight", "bias")
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -22,6 +30,7 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 class Problem:
     """x (N, H), weight (V, H), target (N,) of int64 or int32, bias (V,) or None, ce_weight (V,) or None.
 
+    selected_token_ids: (K,) int64, columns whose logits are asked for in every row, or None.
     dense: no target is ignored, known without looking at them.
     """
 
@@ -30,8 +39,9 @@ class Problem:
     target: torch.Tensor
     bias: torch.Tensor | None = None
     ce_weight: torch.Tensor | None = None
-    options: LossOptions = LossOptions()
+    options: LogitOptions = LossOptions()
     dense: bool = False
+    selected_token_ids: torch.Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -74,8 +84,11 @@ class Problem:
         kernel may take that for a column of its last, ragged tile."""
         start, stop, _ = columns.indices(self.vocab)
         sliced = {name: v[columns] for name, v in self.tensors().items() if TENSORS[name] == "vocabulary"}
-        here = (self.target >= start) & (self.target < stop)
-        return replace(self, **sliced, target=torch.where(here, self.target - start, -1))
+
+        def moved(ids):
+            return None if ids is None else torch.where((ids >= start) & (ids < stop), ids - start, -1)
+
+        return replace(self, **sliced, target=moved(self.target), selected_token_ids=moved(self.selected_token_ids))
 
     def for_kernels(self, dtype: torch.dtype) -> Problem:
         """The same problem as the kernels read it: x and weight in dtype, the vectors in the compute dtype."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from liger_cutedsl.call import FLOAT_DTYPES, TENSORS, VECTORS, Problem, is_dtensor, product_dtype
+from liger_cutedsl.call import FLOAT_DTYPES, OPTIONAL, TENSORS, VECTORS, Problem, is_dtensor, product_dtype
 from liger_cutedsl.readable import check_readable
 
 
@@ -15,7 +15,7 @@ def check_tensors(problem: Problem, empty_shard: bool = False) -> None:
     """
     x, weight, target = problem.x, problem.weight, problem.target
     for name in TENSORS:
-        _check_tensor(name, getattr(problem, name), optional=name in VECTORS)
+        _check_tensor(name, getattr(problem, name), optional=name in OPTIONAL)
     if x.dim() != 2:
         raise ValueError(
             f"x must have shape (N, H), got {tuple(x.shape)}: flatten it with x.flatten(0, -2) and the "
@@ -43,6 +43,12 @@ def check_tensors(problem: Problem, empty_shard: bool = False) -> None:
         vector = getattr(problem, name)
         if vector is not None and tuple(vector.shape) != (weight.shape[0],):
             raise ValueError(f"{name} must have shape (V,) = ({weight.shape[0]},), got {tuple(vector.shape)}")
+    selected = problem.selected_token_ids
+    if selected is not None and (selected.dim() != 1 or selected.dtype != torch.int64):
+        raise ValueError(
+            f"selected_token_ids must be int64 of shape (K,), shared by all rows, got {selected.dtype} of shape "
+            f"{tuple(selected.shape)}"
+        )
 
 
 def _check_tensor(name, value, optional) -> None:
@@ -68,7 +74,7 @@ def _check_dtypes(problem: Problem) -> None:
             f"x and weight must have one dtype, got {x.dtype} and {weight.dtype}: cast one of them, or call "
             f"under torch.autocast, which casts all but float64"
         )
-    for name in ("weight", "target", "bias", "ce_weight"):
+    for name in TENSORS:
         value = getattr(problem, name)
         if value is None:
             continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from liger_cutedsl.compat import is_transformed
@@ -39,9 +41,9 @@ def refuse_second_derivative(*_):
     )
 
 
-def refuse_batched_upstream(grad_output: torch.Tensor) -> None:
+def refuse_batched_upstream(gradients: Iterable[torch.Tensor | None]) -> None:
     """torch.autograd.grad(is_grads_batched=True) hands over a wrapper of many, whose memory is not what it seems."""
-    if is_transformed(grad_output):
+    if any(gradient is not None and is_transformed(gradient) for gradient in gradients):
         raise RuntimeError(
             "fused linear cross entropy takes one upstream gradient at a time, not a batch of them (is_grads_batched, "
             "vectorize=True, torch.func): call torch.autograd.grad once for each, with retain_graph=True"

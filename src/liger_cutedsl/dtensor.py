@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from liger_cutedsl.autograd import between_graphs, run
 from liger_cutedsl.call import VECTORS, Problem, is_dtensor
-from liger_cutedsl.objective import LossOutput
 from liger_cutedsl.route import Settings
 from liger_cutedsl.shards import VocabShard
 from liger_cutedsl.split import SplitVocabulary
@@ -28,7 +28,7 @@ _NAMED_MESH = (
 
 
 @between_graphs
-def run_dtensor(problem: Problem, settings: Settings) -> LossOutput:
+def run_dtensor(problem: Problem, settings: Settings) -> NamedTuple:
     """The loss of a problem whose weight is a DTensor. It is plain.
 
     weight: Shard(0) over one mesh dimension and replicated over the others. x and target: DTensors over the same mesh,
@@ -97,7 +97,7 @@ def _split(problem: Problem, dim: int) -> Problem:
     )
 
 
-def _run_replicated(problem: Problem, settings: Settings) -> LossOutput:
+def _run_replicated(problem: Problem, settings: Settings) -> NamedTuple:
     from torch.distributed.tensor import Replicate
 
     local = {}
@@ -111,7 +111,7 @@ def _run_replicated(problem: Problem, settings: Settings) -> LossOutput:
     return run(replace(problem, x=x.reshape(-1, x.shape[-1]), target=target.reshape(-1), **local), settings)
 
 
-def _run_sharded(problem: Problem, dim: int, settings: Settings) -> LossOutput:
+def _run_sharded(problem: Problem, dim: int, settings: Settings) -> NamedTuple:
     from torch.distributed.tensor import DTensor, Replicate
 
     weight, mesh = problem.weight, problem.weight.device_mesh

@@ -6,7 +6,8 @@ pairs (Blackwell). So what CPU tests check is what the GPU kernels compile. Form
 
 An epilogue takes ``acc`` and the operands its ``EpilogueFlags`` name, and returns its outputs by name:
 
-    forward    lse: z_iv                           (the receiving reduction does log-sum-exp)
+    forward    lse: z_iv                           (the receiving reduction does log-sum-exp), or
+               moments: z_iv                       (it sums e^(z−m), e^(z−m)·(z−m) and e^(2(z−m)), and finds m)
                target_logit: u_iv                  (before the cap, which loses where it saturates; v = t_i is selected)
                weighted_sum: z_iv·w_v              (as a pair of factors with class weights; summed over v)
                argmax: z_iv                        (largest z and its first v)
@@ -14,16 +15,21 @@ An epilogue takes ``acc`` and the operands its ``EpilogueFlags`` name, and retur
 
     exp        D: e_iv·z'_iv                       (e_iv = exp(z_iv − m)·2^headroom, m the row's maximum in the GEMM's
                                                    own vocabulary tile; z' = dz/du, the cap's slope)
-               sum_exp: e_iv                       (summed over the tile)
-               is_max: z_iv − m                    (the first v where it is 0); target_logit, weighted_sum as above
+               sum_exp: e_iv; sum_exp_z: e_iv·(z_iv − m); sum_exp_sq: e_iv²     (summed over the tile)
+               is_max: z_iv − m                    (the first v where it is 0); argmax instead with a scale, which a
+                                                   compiler may fuse with the sum on one side alone: no z_iv is m then
+               target_logit, weighted_sum          (as above)
     dz_of_exp  dz_iv from D and m: what the pass between the GEMMs computes, in triton_kernels.py on a GPU
 
 The slope is stored with the exponential, and not recovered from it afterwards: 16 bits of e hold z to 2⁻⁹, and where
-the cap saturates the slope changes by more than itself within that. Under label smoothing dz needs the slope apart from
-e: such calls store no exponentials.
+the cap saturates the slope changes by more than itself within that. Under label smoothing, and for an entropy's
+gradient, dz needs the slope apart from e: such calls store no exponentials.
 
 Operands: rows over the vocabulary ``bias``, ``ce_weight``; columns over tokens ``lse``, ``row_a``, ``row_c``,
-``tile_max`` (of u); scalars ``softcap`` and ``inverse_softcap``.
+``row_h``, ``tile_max`` (of u); scalars ``scale``, ``softcap`` and ``inverse_softcap``.
+
+Temperature T and logit scale s are one number here: with scale = s/T, bias·s/T and softcap/T the formulas are those
+without either, u and z being what they are divided by T. The slope leaves the constant s/T out: products of dz have it.
 """
 
 from __future__ import annotations
@@ -31,8 +37,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-from dataclasses import astuple, dataclass, is_dataclass
+from dataclasses import astuple, dataclass, is_dataclass, replace
 from pathlib import Path
+
+from liger_cutedsl import elementwise
+from liger_cutedsl.elementwise import LN_2, SMALLEST_EXPONENTIAL, at_least, at_most_one, exp2, reciprocal
 
 LOG2_E = 1.4426950408889634
 LOWEST_MAXIMUM = -1e30  # stands for the maximum of a tile whose logits are all −inf: −inf − (−inf) is NaN
@@ -53,6 +62,9 @@ class EpilogueFlags:
     ce_weight: bool = False
     smoothing: bool = False
     argmax: bool = False
+    scale: bool = False
+    entropy: bool = False
+    sum_sq: bool = False
 
     @classmethod
     def of(cls, problem) -> EpilogueFlags:
@@ -62,21 +74,42 @@ class EpilogueFlags:
             bias=problem.bias is not None,
             softcap=options.softcap is not None,
             ce_weight=problem.ce_weight is not None and options.smoothing,
-            smoothing=options.smoothing,
+            smoothing=options.needs_weighted_sum,
             argmax=options.needs_argmax,
+            scale=options.scale != 1.0,
+            entropy=options.needs_entropy,
+            sum_sq=options.needs_sum_sq,
+        )
+
+    def for_gradients(self, coefficients) -> EpilogueFlags:
+        """What dz needs, by the RowCoefficients that are there."""
+        smoothing = coefficients.c is not None
+        return replace(
+            self,
+            ce_weight=self.ce_weight and smoothing,
+            smoothing=smoothing,
+            argmax=False,
+            entropy=coefficients.h is not None,
+            sum_sq=False,
         )
 
     @property
+    def moments(self) -> tuple[str, ...]:
+        """Sums over a tile relative to its maximum, by the names of RowStatistics, or none."""
+        wanted = ("sum_exp_z",) * self.entropy + ("sum_exp_sq",) * self.sum_sq
+        return ("maximum", "sum_exp", *wanted) if wanted else ()
+
+    @property
     def logit_operands(self) -> tuple[str, ...]:
-        return ("bias",) * self.bias + ("softcap", "inverse_softcap") * self.softcap
+        return self.uncapped_operands + ("softcap", "inverse_softcap") * self.softcap
+
+    @property
+    def uncapped_operands(self) -> tuple[str, ...]:
+        return ("scale",) * self.scale + ("bias",) * self.bias
 
     @property
     def forward_operands(self) -> tuple[str, ...]:
         return self.logit_operands + ("ce_weight",) * self.ce_weight
-
-    @property
-    def forward_outputs(self) -> tuple[str, ...]:
-        return ("lse", "target_logit") + ("weighted_sum",) * self.smoothing + ("argmax",) * self.argmax
 
     @property
     def exp_operands(self) -> tuple[str, ...]:
@@ -85,21 +118,26 @@ class EpilogueFlags:
     @property
     def backward_operands(self) -> tuple[str, ...]:
         smoothing = ("row_c",) * self.smoothing + ("ce_weight",) * self.ce_weight
-        return (*self.logit_operands, "lse", "row_a", *smoothing)
+        return (*self.logit_operands, "lse", "row_a", *(("row_h",) * self.entropy), *smoothing)
 
 
 def vocabulary_operands(names, problem, of_tile) -> dict:
     """Operands that are no row's: scalars, and of_tile(vector) of each vector over the vocabulary."""
+    options = problem.options
     values = {name: of_tile(getattr(problem, name)) for name in ("bias", "ce_weight") if name in names}
+    if "scale" in names:
+        values["scale"] = float(options.scale)
+        if "bias" in names:
+            values["bias"] = values["bias"] * values["scale"]
     if "softcap" in names:
-        softcap = float(problem.options.softcap)
-        values.update(softcap=softcap, inverse_softcap=1.0 / softcap)
+        values.update(softcap=float(options.cap), inverse_softcap=1.0 / options.cap)
     return values
 
 
 def biased(flags: EpilogueFlags, acc, operands):
-    """u = acc + bias: the logit before the cap. The cap is monotone, so a tile's maximum can be taken here."""
-    return acc + operands["bias"] if flags.bias else acc
+    """u = scale·acc + bias: the logit before the cap. The cap is monotone, so a tile's maximum can be taken here."""
+    u = acc * operands["scale"] if flags.scale else acc
+    return u + operands["bias"] if flags.bias else u
 
 
 def capped(flags: EpilogueFlags, u, operands):
@@ -124,7 +162,7 @@ def forward_epilogue(flags: EpilogueFlags):
     def forward(acc, **operands):
         u = biased(flags, acc, operands)
         z, _ = capped(flags, u, operands)
-        outputs = {"lse": z, "target_logit": u}
+        outputs = {"moments" if flags.moments else "lse": z, "target_logit": u}
         if flags.smoothing:
             outputs["weighted_sum"] = (z, operands["ce_weight"]) if flags.ce_weight else z
         if flags.argmax:
@@ -143,7 +181,8 @@ def backward_epilogue(flags: EpilogueFlags):
 
     def backward(acc, **operands):
         z, slope = capped(flags, biased(flags, acc, operands), operands)
-        dz = exp2((z - operands["lse"]) * LOG2_E) * operands["row_a"]
+        log_p = z - operands["lse"]
+        dz = exp2(log_p * LOG2_E) * _of_p(flags, log_p, operands)
         if flags.smoothing:
             dz = dz - (operands["row_c"] * operands["ce_weight"] if flags.ce_weight else operands["row_c"])
         if flags.softcap:
@@ -153,14 +192,21 @@ def backward_epilogue(flags: EpilogueFlags):
     return _with_operands(backward, flags.backward_operands)
 
 
+def _of_p(flags: EpilogueFlags, log_p, operands):
+    """What p is multiplied by in dz: A, or a − h·log p with a = A + h·lse, a row's own."""
+    if not flags.entropy:
+        return operands["row_a"]
+    return operands["row_a"] - operands["row_h"] * at_least(log_p, LOWEST_MAXIMUM)  # −∞·0 is NaN
+
+
 @functools.cache
 def exp_epilogue(flags: EpilogueFlags, headroom: int):
     """Exponentials relative to the tile's maximum: they keep bf16's relative precision whatever the logits' size,
     which stored logits do not. headroom: their scale 2^headroom, which keeps small ones normal numbers in fp16.
 
-    Raises ValueError for a cap with label smoothing, whose dz such exponentials do not hold."""
-    if flags.softcap and flags.smoothing:
-        raise ValueError("exponentials of a capped logit hold its slope: label smoothing would need both apart")
+    Raises ValueError for a cap with label smoothing or an entropy, whose dz such exponentials do not hold."""
+    if flags.softcap and (flags.smoothing or flags.entropy):
+        raise ValueError("exponentials of a capped logit hold its slope: smoothing or an entropy needs both apart")
 
     def exponentials(acc, **operands):
         u = biased(flags, acc, operands)
@@ -168,9 +214,15 @@ def exp_epilogue(flags: EpilogueFlags, headroom: int):
         m, _ = capped(flags, operands["tile_max"], operands)
         e = exp2((z - m) * LOG2_E + float(headroom))
         outputs = {"D": e * slope if flags.softcap else e, "sum_exp": e, "target_logit": u}
+        if flags.entropy:
+            outputs["sum_exp_z"] = e * at_least(z - m, LOWEST_MAXIMUM)
+        if flags.sum_sq:
+            outputs["sum_exp_sq"] = e * e
         if flags.smoothing:
             outputs["weighted_sum"] = (z, operands["ce_weight"]) if flags.ce_weight else z
-        if flags.argmax:
+        if flags.argmax and flags.scale:
+            outputs["argmax"] = z
+        elif flags.argmax:
             outputs["is_max"] = z - m
         return outputs
 
@@ -184,13 +236,18 @@ def exp_prepass(flags: EpilogueFlags):
     def prepass(acc, **operands):
         return {"tile_max": biased(flags, acc, operands)}
 
-    return _with_operands(prepass, ("bias",) * flags.bias)
+    return _with_operands(prepass, flags.uncapped_operands)
 
 
 def dz_of_exp(flags: EpilogueFlags, headroom: int, e, operands):
     """dz at v ≠ t_i from the exponentials stored for it, which hold the cap's slope, and m, the tile's maximum of z."""
-    scale = exp2((operands["m"] - operands["lse"]) * LOG2_E - float(headroom))
-    dz = e * (scale * operands["row_a"])
+    from_lse = operands["m"] - operands["lse"]
+    scale = exp2(from_lse * LOG2_E - float(headroom))
+    if flags.entropy:  # no cap: log p is what e has kept of it
+        log_p = e.clamp(min=SMALLEST_EXPONENTIAL).log() - headroom * LN_2 + from_lse
+        dz = e * (scale * _of_p(flags, log_p, operands))
+    else:
+        dz = e * (scale * operands["row_a"])
     if flags.smoothing:
         dz = dz - (operands["row_c"] * operands["ce_weight"] if flags.ce_weight else operands["row_c"])
     return dz
@@ -206,11 +263,12 @@ def _with_operands(function, names):
     return function
 
 
-_SOURCE = hashlib.sha256(Path(__file__).read_bytes()).digest()
+_SOURCE = hashlib.sha256(Path(__file__).read_bytes() + Path(elementwise.__file__).read_bytes()).digest()
 
 
 def _identity(function) -> str:
-    """A hash of everything that decides what an epilogue computes: this file, and the values it closes over.
+    """A hash of everything that decides what an epilogue computes: this file and elementwise.py, and the values it
+    closes over.
 
     quack reads a function's code and closure only where it lies outside of site-packages; of an installed one it knows
     the name. Two functions of one name would share a compiled kernel, in memory and on disk.
@@ -226,35 +284,3 @@ def _plain(name: str, value):
     if value is not None and type(value) not in (bool, int, float, str):
         raise TypeError(f"an epilogue may close over numbers, names and dataclasses of them, and {name} is {value!r}")
     return value
-
-
-# One name for each function on the three kinds of value: torch tensors, Float32 scalars, packed f32x2 pairs.
-
-
-def exp2(v):
-    if hasattr(v, "exp2"):  # torch.Tensor
-        return v.exp2()
-    from quack.epilogue.math import pexp2
-
-    return pexp2(v)
-
-
-def reciprocal(v):
-    if hasattr(v, "reciprocal"):  # torch.Tensor
-        return v.reciprocal()
-    from cutlass import cute
-
-    if isinstance(v, tuple):
-        return type(v)(reciprocal(v[0]), reciprocal(v[1]))
-    return cute.arch.rcp_approx(v)
-
-
-def at_most_one(v):
-    """The smaller of v and 1; 1 where v is NaN."""
-    if hasattr(v, "fmin"):  # torch.Tensor
-        return v.fmin(v.new_ones(()))
-    from cutlass import cute
-
-    if isinstance(v, tuple):
-        return type(v)(at_most_one(v[0]), at_most_one(v[1]))
-    return cute.arch.fmin(v, 1.0)

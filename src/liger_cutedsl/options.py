@@ -1,4 +1,4 @@
-"""LossOptions: every option of the loss in one frozen object, checked once at the entrance."""
+"""The options of a call in one frozen object, checked once at the entrance: of the loss, or of log-probabilities."""
 
 from __future__ import annotations
 
@@ -17,32 +17,24 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 @dataclass(frozen=True)
-class LossOptions:
-    """Options of fused linear + cross entropy, under Liger-Kernel's names.
+class LogitOptions:
+    """What logits are, and which rows count; and what a call has that lacks an option of the loss.
 
-    ignore_index: rows with this target contribute neither loss nor gradient.
-    lse_square_scale: λ of the z-loss λ·lse², added to the loss; not scaled by class weights.
-    label_smoothing: ε in [0, 1], the share of the target mass spread over the vocabulary.
-    reduction: "mean" (over rows, weighted by class weights as in torch), "sum" or "none" (one loss a row).
-    softcap: logits become softcap · tanh(logits / softcap); None for no capping.
-    use_token_scaling: multiply each row's loss by its detached target probability.
-    accum_dtype: dtype in which dW and db are summed where a schedule sums them piecewise.
-    return_z_loss, return_token_accuracy, return_predicted_tokens: metrics to compute besides the loss.
+    ignore_index: rows with this target contribute nothing.
+    softcap, temperature T, logit_scale s: with u = s·(x·W + b), logits are (softcap/T)·tanh(u/softcap), or u/T for
+        softcap=None. T > 0 divides last, as samplers do; s may be any finite number.
 
     numpy's scalars are taken for the Python numbers that they are.
     Raises TypeError or ValueError naming the option, what came and what is accepted.
     """
 
     ignore_index: int = -100
-    lse_square_scale: float = 0.0
-    label_smoothing: float = 0.0
-    reduction: str = "mean"
     softcap: float | None = None
-    use_token_scaling: bool = False
-    accum_dtype: torch.dtype | None = None
-    return_z_loss: bool = False
-    return_token_accuracy: bool = False
-    return_predicted_tokens: bool = False
+    temperature: float = 1.0
+    logit_scale: float = 1.0
+
+    label_smoothing, lse_square_scale, use_token_scaling, accum_dtype = 0.0, 0.0, False, None
+    reduction = "none"
 
     def __post_init__(self):
         for name, value in list(vars(self).items()):
@@ -50,31 +42,28 @@ class LossOptions:
                 object.__setattr__(self, name, plain)
         if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
             raise TypeError(f"ignore_index must be an int, got {self.ignore_index!r}")
-        if self.reduction not in REDUCTIONS:
-            raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {self.reduction!r}")
-        _check_number("lse_square_scale", self.lse_square_scale)
-        _check_number("label_smoothing", self.label_smoothing)
-        if not 0.0 <= self.label_smoothing <= 1.0:
-            raise ValueError(f"label_smoothing must lie in [0, 1], got {self.label_smoothing!r}")
         if self.softcap is not None:
             _check_number("softcap", self.softcap)
             if self.softcap <= 0:
                 raise ValueError(f"softcap must be None or greater than 0, got {self.softcap!r}")
-        if self.accum_dtype is not None and not getattr(self.accum_dtype, "is_floating_point", False):
-            raise TypeError(f"accum_dtype must be None or a floating torch.dtype, got {self.accum_dtype!r}")
-        for flag in (
-            "use_token_scaling",
-            "return_z_loss",
-            "return_token_accuracy",
-            "return_predicted_tokens",
-        ):
-            if not isinstance(getattr(self, flag), bool):
-                raise TypeError(f"{flag} must be True or False, got {getattr(self, flag)!r}")
+        _check_number("temperature", self.temperature)
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be greater than 0, got {self.temperature!r}")
+        _check_number("logit_scale", self.logit_scale)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool" and not isinstance(value, bool):
+                raise TypeError(f"{field.name} must be True or False, got {value!r}")
 
-    @classmethod
-    def from_arguments(cls, arguments: Mapping) -> LossOptions:
-        """Picks the options out of a function's arguments, such as its locals()."""
-        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
+    @property
+    def scale(self) -> float:
+        """s/T: logits are scale·(x·W + b), capped at `cap`. The derivative of u/T by x·W, and so of products of dz."""
+        return self.logit_scale / self.temperature
+
+    @property
+    def cap(self) -> float | None:
+        """softcap/T: z = cap·tanh((u/T)/cap)."""
+        return None if self.softcap is None else self.softcap / self.temperature
 
     @property
     def smoothing(self) -> bool:
@@ -83,11 +72,98 @@ class LossOptions:
     @property
     def needs_slope_apart(self) -> bool:
         """Whether dz takes the softcap's slope and the exponential apart, so that their product does not do."""
-        return self.softcap is not None and self.smoothing
+        return self.softcap is not None and (self.needs_weighted_sum or self.needs_entropy)
+
+    @property
+    def needs_weighted_sum(self) -> bool:
+        """Σ_v w_v z_v."""
+        return self.smoothing
+
+    @property
+    def needs_argmax(self) -> bool:
+        return False
+
+    @property
+    def needs_entropy(self) -> bool:
+        return False
+
+    @property
+    def needs_sum_sq(self) -> bool:
+        """Σ_v p_v²."""
+        return False
+
+    @property
+    def needs_moments(self) -> bool:
+        """Whether the sums of a tile's exponentials are kept relative to its maximum, rather than their logarithm."""
+        return self.needs_entropy or self.needs_sum_sq
+
+
+@dataclass(frozen=True)
+class LossOptions(LogitOptions):
+    """Options of fused linear + cross entropy, under Liger-Kernel's names; and LogitOptions'.
+
+    lse_square_scale: λ of the z-loss λ·lse², added to the loss; not scaled by class weights.
+    label_smoothing: ε in [0, 1], the share of the target mass spread over the vocabulary.
+    reduction: "mean" (over rows, weighted by class weights as in torch), "sum" or "none" (one loss a row).
+    use_token_scaling: multiply each row's loss by its detached target probability.
+    accum_dtype: dtype in which dW and db are summed where a schedule sums them piecewise.
+    return_z_loss, return_token_accuracy, return_predicted_tokens: metrics to compute besides the loss.
+    """
+
+    lse_square_scale: float = 0.0
+    label_smoothing: float = 0.0
+    reduction: str = "mean"
+    use_token_scaling: bool = False
+    accum_dtype: torch.dtype | None = None
+    return_z_loss: bool = False
+    return_token_accuracy: bool = False
+    return_predicted_tokens: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {self.reduction!r}")
+        _check_number("lse_square_scale", self.lse_square_scale)
+        _check_number("label_smoothing", self.label_smoothing)
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise ValueError(f"label_smoothing must lie in [0, 1], got {self.label_smoothing!r}")
+        if self.accum_dtype is not None and not getattr(self.accum_dtype, "is_floating_point", False):
+            raise TypeError(f"accum_dtype must be None or a floating torch.dtype, got {self.accum_dtype!r}")
+
+    @classmethod
+    def from_arguments(cls, arguments: Mapping) -> LossOptions:
+        """Picks the options out of a function's arguments, such as its locals(); the default where one is missing."""
+        return cls(**{field.name: arguments[field.name] for field in fields(cls) if field.name in arguments})
 
     @property
     def needs_argmax(self) -> bool:
         return self.return_token_accuracy or self.return_predicted_tokens
+
+
+@dataclass(frozen=True)
+class LogProbOptions(LogitOptions):
+    """Options of fused linear + log-probabilities: LogitOptions', and what to return besides."""
+
+    return_entropy: bool = False
+    return_log_sum_sq_probs: bool = False
+    return_mean_logits: bool = False
+    return_is_top1: bool = False
+
+    @property
+    def needs_weighted_sum(self) -> bool:
+        return self.return_mean_logits
+
+    @property
+    def needs_argmax(self) -> bool:
+        return self.return_is_top1
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.return_entropy
+
+    @property
+    def needs_sum_sq(self) -> bool:
+        return self.return_log_sum_sq_probs
 
 
 _Arguments, _Result = ParamSpec("_Arguments"), TypeVar("_Result")

@@ -58,11 +58,13 @@ class Settings:
     engine (LIGER_CUTEDSL_ENGINE): one of ENGINES, or "auto".
     schedule (LIGER_CUTEDSL_SCHEDULE): one of SCHEDULES, or "auto".
     workspace_mb (LIGER_CUTEDSL_WORKSPACE_MB): MiB a call may use beyond inputs, outputs and gradients.
+    implied: whether workspace_mb is what the operator takes in whose place ours is called, and no wish of the user's.
     """
 
     engine: str = "auto"
     schedule: str = "auto"
     workspace_mb: float = DEFAULT_WORKSPACE_MB
+    implied: bool = False
 
     @classmethod
     def resolve(cls, engine=None, schedule=None, workspace_mb=None, chunk_mem_const=1) -> Settings:

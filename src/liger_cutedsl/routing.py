@@ -12,6 +12,7 @@ import torch
 from liger_cutedsl.call import Problem, WantedGradients
 from liger_cutedsl.engines import KernelFailure, architectures, make_engine
 from liger_cutedsl.epilogues import EXACT_INDICES
+from liger_cutedsl.options import LossOptions
 from liger_cutedsl.route import Route, Settings
 from liger_cutedsl.schedules import IN_ORDER_OF_PREFERENCE, liger_triton
 from liger_cutedsl.schedules.schedule import Task
@@ -60,7 +61,7 @@ def _schedule(engine, task: Task, reason: str) -> Route:
                     return route
                 obstacle = f"a chunk does not fit {settings.workspace_mb:g} MiB"
     route = last.plan(engine, task, f"{reason}; {obstacle}" if obstacle else reason)
-    if route.workspace_bytes > settings.budget:
+    if route.workspace_bytes > settings.budget and not settings.implied:
         _warn_about_budget(route, task)
     return route
 
@@ -170,6 +171,10 @@ def triton_obstacle(task: Task) -> str | None:
         return "Liger's Triton operator computes float64 inputs in float32"
     if task.split.sums_dx:
         return "Liger's Triton operator computes a whole vocabulary"
+    if not isinstance(problem.options, LossOptions):
+        return "Liger's Triton operator computes a loss"
+    if problem.options.scale != 1.0:
+        return "Liger's Triton operator has no temperature and no logit scale"
     if settings.schedule != "auto":
         return f"Liger's Triton operator has its own schedule, not {settings.schedule!r}"
     if not _liger_is_installed():

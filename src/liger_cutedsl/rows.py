@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from liger_cutedsl.call import Gradients, Problem
-from liger_cutedsl.objective import LossOutput
 from liger_cutedsl.without_data import refuse_without_data
 
 
@@ -42,10 +42,13 @@ class Rows:
         full = values.new_empty(len(self.keep) + len(self.drop), *values.shape[1:])
         return full.index_copy_(0, self.keep, values).index_fill_(0, self.drop, fill)
 
-    def spread_output(self, output: LossOutput) -> LossOutput:
-        """Results of an ignored row: loss 0, accuracy 0, predicted token −1."""
-        fills = LossOutput(0.0, 0.0, 0.0, -1)
-        return LossOutput(*(self.spread(value, fill) for value, fill in zip(output, fills, strict=True)))
+    def spread_results(self, results: NamedTuple, fills: NamedTuple) -> NamedTuple:
+        """Results in the places of their rows, with those of an ignored row in the others'."""
+        return type(results)(*(self.spread(value, fill) for value, fill in zip(results, fills, strict=True)))
+
+    def select_upstream(self, upstream: NamedTuple) -> NamedTuple:
+        """Gradients of results, None for none, of the kept rows."""
+        return type(upstream)(*(None if g is None else self.select(g) for g in upstream))
 
     def spread_gradients(self, gradients: Gradients) -> Gradients:
         return replace(gradients, x=self.spread(gradients.x, 0.0))
@@ -71,19 +74,24 @@ class TargetCheck:
         refuse_without_data(problem)
         self.problem, self._vocab = problem, problem.vocab if vocab is None else vocab
         target, ignore_index = problem.target, problem.options.ignore_index
-        self._host = self._ready = None
+        self._host = self._host_selected = self._ready = None
         # No reads while a CUDA graph is being captured: rows are masked then, instead of dropped.
         self.readable = problem.tokens > 0 and not (target.is_cuda and torch.cuda.is_current_stream_capturing())
         if not self.readable:
             return
+        selected = problem.selected_token_ids
         if not target.is_cuda:
             self._host = _summary(target[~problem.ignored()])
+            self._host_selected = None if selected is None else _summary(selected)
             return
         from liger_cutedsl.triton_kernels import summarize_targets
 
         self._host = _pinned_slots()[next(_next_slot) % 1024]
         with torch.cuda.device(target.device):
             summarize_targets(target, ignore_index, self._host)
+            if selected is not None and selected.numel():
+                self._host_selected = _pinned_slots()[next(_next_slot) % 1024]
+                summarize_targets(selected, _NO_ID, self._host_selected)
             self._ready = torch.cuda.Event()
             self._ready.record()
 
@@ -120,6 +128,11 @@ class TargetCheck:
                 f"target must hold class indices in [0, {vocab}) or ignore_index={ignore_index}, got "
                 f"{low if low < 0 else high} for a vocabulary of {vocab}"
             )
+        count, low, high = (0, 0, 0) if self._host_selected is None else (int(v) for v in self._host_selected)
+        if count and (low < 0 or high >= vocab):
+            raise ValueError(
+                f"selected_token_ids must lie in [0, {vocab}), the vocabulary, got {low if low < 0 else high}"
+            )
         self._ignored_last_time[problem.device] = n_valid != problem.tokens
         return n_valid
 
@@ -132,6 +145,7 @@ def _pinned_slots() -> tuple[torch.Tensor, ...]:
 
 
 _next_slot = itertools.count()
+_NO_ID = -(2**62)  # none of selected_token_ids, which are all looked at
 
 
 def _summary(valid: torch.Tensor) -> tuple[int, int, int]:

@@ -21,7 +21,8 @@ import torch
 from liger_cutedsl.call import Gradients, Problem, WantedGradients
 from liger_cutedsl.engines import KernelFailure
 from liger_cutedsl.epilogues import EXACT_INDICES
-from liger_cutedsl.objective import RowStatistics, RowWeights, over_parts, row_weights
+from liger_cutedsl.objective import RowWeights, row_weights
+from liger_cutedsl.row_statistics import RowStatistics, over_parts
 from liger_cutedsl.rows import TargetCheck
 from liger_cutedsl.shards import VocabShard
 
@@ -120,13 +121,16 @@ class SplitVocabulary:
         if stats.argmax is not None:
             stats = replace(stats, argmax=stats.argmax + self.shard.start)
         vectors = {name: v.to(stats.lse.dtype) for name, v in stats.there().items()}
+        chosen = vectors.pop("selected", stats.lse.new_empty(problem.tokens, 0))
         total = stats.lse.new_full((), float(self.shard.valid))
         if local.ce_weight is not None:
             own = local.ce_weight.index_select(0, local.target.long().clamp(min=0)) if local.vocab else 0.0
             vectors["target_weight"] = torch.where(local.target >= 0, own, torch.zeros_like(stats.lse))
             total = local.ce_weight.sum()
-        known, totals, parts = self.shard.gathered(torch.stack(list(vectors.values())), total)
-        parts = dict(zip(vectors, parts.unbind(1), strict=True))
+        numbers = torch.cat([torch.stack(list(vectors.values())), chosen.t()])
+        known, totals, parts = self.shard.gathered(numbers, total)
+        chosen = {} if stats.selected is None else {"selected": parts[:, len(vectors) :].transpose(1, 2)}
+        parts = dict(zip(vectors, parts[:, : len(vectors)].unbind(1), strict=True)) | chosen
         target_weight = parts.pop("target_weight", None)
         stats = over_parts(RowStatistics(**parts))
         weights = row_weights(replace(problem, ce_weight=None))
@@ -145,7 +149,8 @@ class SplitVocabulary:
             raise ValueError(f"vocab_size must be at most {EXACT_INDICES} for token metrics, got {shard.vocab}")
 
     def failed(self, failure: KernelFailure, problem: Problem) -> None:
-        count = len(RowStatistics.names(problem.options)) + (problem.ce_weight is not None)
+        ids = problem.selected_token_ids
+        count = len(RowStatistics.names(problem)) + (problem.ce_weight is not None) + (0 if ids is None else len(ids))
         nothing = torch.full((count, problem.tokens), torch.nan, dtype=problem.compute_dtype, device=problem.device)
         self.shard.gathered(nothing, nothing.new_zeros(()), failed=True)  # raises until an engine is agreed upon
         raise RuntimeError(f"{_ALONE}: {failure}") from failure

@@ -6,80 +6,39 @@ So the ops take and return whole tensors and decide inside, as eager mode does, 
     forward   the loss and, where the upstream gradient is one number (mean, sum), the gradients for an upstream
               gradient of 1, whichever schedule computes them; else the row statistics
     backward  those gradients times the upstream gradient; else the gradients from the row statistics (`recompute`)
-
-Options go through as numbers and names, because a custom op takes no objects; environment variables count as they are
-when the graph is traced.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import os
-from dataclasses import fields, replace
-from pathlib import Path
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 
 from liger_cutedsl.autograd import Call, begun, forward_of, gradients_of, run_with_gradients, with_fallback
-from liger_cutedsl.call import (
-    DIFFERENTIABLE,
-    TENSORS,
-    VECTORS,
-    Gradients,
-    Problem,
-    WantedGradients,
-    autocast_dtype,
-    gradients_needed,
-    planned_device,
-)
+from liger_cutedsl.call import DIFFERENTIABLE, TENSORS, Gradients, WantedGradients
 from liger_cutedsl.checks import check_tensors
+from liger_cutedsl.cross_entropy import LossOutput
+from liger_cutedsl.custom_ops import (
+    TENSORS_SCHEMA,
+    Arguments,
+    as_described,
+    call_schema,
+    call_values,
+    defaults_of,
+    define,
+    empty_results,
+)
 from liger_cutedsl.derivatives import refuse_second_derivative
-from liger_cutedsl.objective import LossOutput, RowStatistics, row_weights
+from liger_cutedsl.objective import row_weights
 from liger_cutedsl.options import LossOptions
-from liger_cutedsl.route import Settings
+from liger_cutedsl.row_statistics import RowStatistics
 from liger_cutedsl.schedules import liger_triton, recompute
 
-_DEFAULTS = {field.name: field.default for field in fields(LossOptions)}
-_TYPES = {"torch.dtype": "ScalarType"}  # of the schema, where it has another word than Python
-_ANNOTATIONS = [(field.name, *field.type.split(" | ")) for field in fields(LossOptions)]
-_TENSORS = ", ".join(f"Tensor{'?' * (name in VECTORS)} {name}" for name in TENSORS)
-_CALL = ", ".join(
-    [f"{_TYPES.get(kind, kind)}{'?' * bool(optional)} {name}" for name, kind, *optional in _ANNOTATIONS]
-    + ["str engine, str schedule, float? workspace_mb, int chunk_mem_const, ScalarType? autocast"]
-    + [f"bool needs_{name}" for name in DIFFERENTIABLE]
-)
+_DEFAULTS, _CALL = defaults_of(LossOptions), call_schema(LossOptions)
 
 
-class _Arguments(NamedTuple):
-    """The arguments of an op, as everything else in this package knows them."""
-
-    problem: Problem
-    settings: Settings
-    needs: tuple[bool, ...]
-    autocast: torch.dtype | None
-
-    @classmethod
-    def of(cls, *arguments) -> _Arguments:
-        tensors, rest = arguments[: len(TENSORS)], arguments[len(TENSORS) :]
-        options, (engine, schedule, workspace_mb, chunk_mem_const, autocast, *needs) = (
-            rest[: len(_DEFAULTS)],
-            rest[len(_DEFAULTS) :],
-        )
-        settings = Settings.resolve(engine, schedule, workspace_mb, chunk_mem_const)
-        problem = Problem(**dict(zip(TENSORS, tensors, strict=True)), options=LossOptions(*options))
-        return cls(problem, settings, tuple(needs), autocast)
-
-    def context(self) -> contextlib.AbstractContextManager:
-        """The autocast the graph was traced under."""
-        if self.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(planned_device(self.problem.device).type, dtype=self.autocast)
-
-    @property
-    def wanted(self) -> WantedGradients:
-        return WantedGradients.of(self.problem, self.needs)
+class _Arguments(Arguments):
+    """The arguments of flce."""
 
     @property
     def in_forward(self) -> bool:
@@ -102,54 +61,23 @@ class _Arguments(NamedTuple):
             "target_logit": (rows, dtype) if later else None,
         }
 
-    def gradients(self, wanted: WantedGradients) -> dict[str, tuple | None]:
-        shapes = {name: tuple(value.shape) for name, value in self.problem.tensors().items()}
-        return {n: d and (shapes[n], d) for n, d in zip(DIFFERENTIABLE, wanted, strict=True)}
-
-
-def _empty(like: torch.Tensor, described: dict) -> tuple[torch.Tensor, ...]:
-    """An op returns tensors, contiguous ones: as described, and empty ones for what there is not."""
-    return tuple(
-        like.new_empty(0) if result is None else like.new_empty(result[0], dtype=result[1])
-        for result in described.values()
-    )
-
-
-def _as_described(like: torch.Tensor, described: dict, values) -> tuple[torch.Tensor, ...]:
-    results = []
-    for (name, result), value in zip(described.items(), values, strict=True):
-        if result is not None and tuple(value.shape) != result[0]:
-            raise RuntimeError(
-                f"{name} has shape {tuple(value.shape)}, and {result[0]} was announced: a defect of ours"
-            )
-        results.append(like.new_empty(0) if result is None else value.to(result[1]).contiguous())
-    return tuple(results)
-
 
 def run_compiled(tensors, options: dict, engine, schedule, workspace_mb, chunk_mem_const) -> LossOutput:
     """autograd.run for tensors in the order of TENSORS, written so that torch.compile can trace it."""
     named = dict(zip(TENSORS, tensors, strict=True))
-    loss, z_loss, accuracy, predicted, *_ = FLCE(
-        *tensors,
-        *options.values(),
-        (os.environ.get("LIGER_CUTEDSL_ENGINE") or "auto") if engine is None else engine,
-        (os.environ.get("LIGER_CUTEDSL_SCHEDULE") or "auto") if schedule is None else schedule,
-        workspace_mb,
-        chunk_mem_const,
-        autocast_dtype(named["x"].device),
-        *gradients_needed(*(named[name] for name in DIFFERENTIABLE)),
-    )
+    values = call_values(_DEFAULTS | options, named, engine, schedule, workspace_mb, chunk_mem_const)
+    loss, z_loss, accuracy, predicted, *_ = FLCE(*tensors, *values)
     return LossOutput(
         loss,
-        z_loss if options["return_z_loss"] else None,
-        accuracy if options["return_token_accuracy"] else None,
-        predicted if options["return_predicted_tokens"] else None,
+        z_loss if options.get("return_z_loss") else None,
+        accuracy if options.get("return_token_accuracy") else None,
+        predicted if options.get("return_predicted_tokens") else None,
     )
 
 
 def _flce(*arguments):
     """The results of _Arguments.results."""
-    call, stats = _Arguments.of(*arguments), (None, None)
+    call, stats = _Arguments.of(LossOptions, *arguments), (None, None)
     problem, gradients = call.problem, Gradients()
     with call.context(), torch.no_grad():
         check_tensors(problem)
@@ -159,7 +87,7 @@ def _flce(*arguments):
             output, stats = with_fallback(
                 call.settings, lambda: begun(_forward_only, problem, call.settings, call.wanted)
             )
-    return _as_described(problem.x, call.results(), (*output, *gradients, *stats))
+    return as_described(problem.x, call.results(), (*output, *gradients, *stats))
 
 
 def _forward_only(call: Call):
@@ -173,15 +101,15 @@ def _forward_only(call: Call):
 
 
 def _flce_fake(*arguments):
-    call = _Arguments.of(*arguments)
+    call = _Arguments.of(LossOptions, *arguments)
     with call.context():
         check_tensors(call.problem)
-        return _empty(call.problem.x, call.results())
+        return empty_results(call.problem.x, call.results())
 
 
 def _flce_backward(grad, lse, target_logit, *arguments):
     """(dx, dW, db) for the upstream gradient, () or (N,)."""
-    call = _Arguments.of(*arguments)
+    call = _Arguments.of(LossOptions, *arguments)
 
     def use(begun_call: Call):
         task, rows, state = begun_call.task, begun_call.rows, None
@@ -191,21 +119,21 @@ def _flce_backward(grad, lse, target_logit, *arguments):
             state = recompute.RecomputeState(RowStatistics(rows.select(lse), rows.select(target_logit)), weights)
         elif task.problem.options.reduction != "none":  # Liger's operator has these gradients in forward alone
             _, state = forward_of(begun_call)
-        return gradients_of(begun_call, state, grad)
+        return gradients_of(begun_call, state, LossOutput(grad))
 
     with call.context(), torch.no_grad():
         check_tensors(call.problem)
         found = begun(use, call.problem, call.settings, call.wanted)
-        return _as_described(call.problem.x, call.gradients(call.wanted), found)
+        return as_described(call.problem.x, call.gradients(call.wanted), found)
 
 
 def _flce_backward_fake(grad, lse, target_logit, *arguments):
-    call = _Arguments.of(*arguments)
-    return _empty(call.problem.x, call.gradients(call.wanted))
+    call = _Arguments.of(LossOptions, *arguments)
+    return empty_results(call.problem.x, call.gradients(call.wanted))
 
 
 def _setup_context(ctx, inputs, output):
-    call = _Arguments.of(*inputs)
+    call = _Arguments.of(LossOptions, *inputs)
     ctx.in_forward, ctx.wanted, ctx.call = call.in_forward, call.wanted, inputs[len(TENSORS) :]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
@@ -238,37 +166,22 @@ def _flce_factor(grad, *_inputs):
     return grad.clone()
 
 
-# torch keeps compiled graphs on disk and finds them again by the names of their ops: of a version whose ops return
-# other things, an upgraded package must not find any.
-_SOURCES = ("torch_compile.py", "call.py", "options.py")
-_IDENTITY = hashlib.sha256(b"".join((Path(__file__).parent / name).read_bytes() for name in _SOURCES)).hexdigest()[:12]
-
-
-def _define(name: str, schema: str, function, fake, backward, setup_context=None):
-    """A custom op, as torch.ops has it."""
-    name = f"{name}_{_IDENTITY}"
-    op = torch.library.custom_op(f"liger_cutedsl::{name}", function, mutates_args=(), schema=schema)
-    op.register_fake(fake)
-    op.register_autograd(backward, setup_context=setup_context)
-    return getattr(torch.ops.liger_cutedsl, name)
-
-
-FLCE = _define(
+FLCE = define(
     "flce",
-    f"({_TENSORS}, {_CALL}) -> ({', '.join(['Tensor'] * 9)})",
+    f"({TENSORS_SCHEMA}, {_CALL}) -> ({', '.join(['Tensor'] * 9)})",
     _flce,
     _flce_fake,
     _backward,
     _setup_context,
 )
-FLCE_BACKWARD = _define(
+FLCE_BACKWARD = define(
     "flce_backward",
-    f"(Tensor grad, Tensor lse, Tensor target_logit, {_TENSORS}, {_CALL}) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor grad, Tensor lse, Tensor target_logit, {TENSORS_SCHEMA}, {_CALL}) -> (Tensor, Tensor, Tensor)",
     _flce_backward,
     _flce_backward_fake,
     refuse_second_derivative,
 )
-FLCE_FACTOR = _define(
+FLCE_FACTOR = define(
     "flce_factor",
     "(Tensor grad, Tensor? x, Tensor? weight, Tensor? bias) -> Tensor",
     _flce_factor,

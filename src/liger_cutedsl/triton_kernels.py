@@ -8,6 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from liger_cutedsl import elementwise
+
+SMALLEST, LN_2 = tl.constexpr(elementwise.SMALLEST_EXPONENTIAL), tl.constexpr(elementwise.LN_2)
+
 
 @triton.jit
 def _fold(tile_max, sums, lse, tiles, headroom, WITH_SUMS: tl.constexpr, BLOCK: tl.constexpr):
@@ -46,6 +50,85 @@ def fold_exp(tile_max: torch.Tensor, sums: torch.Tensor | None, headroom: int) -
 def fold_lse(partials: torch.Tensor) -> torch.Tensor:
     """(N,) log Σ_j exp partials[i, j] of (N, tiles), contiguous float32. NaN partials give NaN."""
     return fold_exp(partials, None, 0)
+
+
+@triton.jit
+def _fold_moments(
+    maximum,
+    sum_exp,
+    sum_exp_z,
+    sum_exp_sq,
+    stride,
+    tiles,
+    headroom,
+    folded,
+    n,
+    ENTROPY: tl.constexpr,
+    SUM_SQ: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row: its moments over all tiles at folded, folded + n, … and its log-sum-exp behind them."""
+    row = tl.program_id(0).to(tl.int64)
+    largest, total, weighted, squares = float("-inf"), 0.0, 0.0, 0.0
+    for start in range(0, tiles, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        here, at = column < tiles, row * stride + column
+        m = tl.load(maximum + at, mask=here, other=float("-inf"))
+        new = tl.maximum(largest, tl.max(m, 0))
+        shift = tl.where(new == float("-inf"), 0.0, new)  # −inf − (−inf) is NaN
+        below, before = m - shift, largest - shift
+        factor, rescale = tl.exp(below), tl.exp(before)
+        s = tl.load(sum_exp + at, mask=here, other=0.0)
+        if ENTROPY:
+            r = tl.load(sum_exp_z + at, mask=here, other=0.0)
+            term = (r + s * tl.maximum(below, -1e30)) * factor  # −inf·0 is NaN
+            weighted = (weighted + total * tl.maximum(before, -1e30)) * rescale + tl.sum(term, 0)
+        if SUM_SQ:
+            q = tl.load(sum_exp_sq + at, mask=here, other=0.0)
+            squares = squares * (rescale * rescale) + tl.sum(q * (factor * factor), 0)
+        total = total * rescale + tl.sum(s * factor, 0)
+        largest = new
+    unscaled = tl.exp2(-headroom)
+    total, weighted, squares = total * unscaled, weighted * unscaled, squares * (unscaled * unscaled)
+    tl.store(folded + row, largest)
+    tl.store(folded + n + row, total)
+    place = 2
+    if ENTROPY:
+        tl.store(folded + place * n + row, weighted)
+        place += 1
+    if SUM_SQ:
+        tl.store(folded + place * n + row, squares)
+        place += 1
+    tl.store(folded + place * n + row, tl.log(total) + largest)
+
+
+def fold_moments(moments: dict[str, torch.Tensor], headroom: int) -> dict[str, torch.Tensor]:
+    """RowStatistics' moments (N,) of those of tiles (N, tiles), by their names, and "lse".
+
+    The parts are float32 with rows of one stride and contiguous columns. Sums carry 2^headroom, squares twice that.
+    """
+    maximum, stride = moments["maximum"], moments["sum_exp"].stride(0)
+    if any(part.stride() != (stride, 1) for part in moments.values()):
+        raise ValueError("the moments' parts must have rows of one stride")
+    n, tiles = maximum.shape
+    folded = torch.empty(len(moments) + 1, n, dtype=torch.float32, device=maximum.device)
+    with torch.cuda.device(maximum.device):
+        _fold_moments[(n,)](
+            maximum,
+            moments["sum_exp"],
+            moments.get("sum_exp_z", maximum),
+            moments.get("sum_exp_sq", maximum),
+            stride,
+            tiles,
+            float(headroom),
+            folded,
+            n,
+            ENTROPY="sum_exp_z" in moments,
+            SUM_SQ="sum_exp_sq" in moments,
+            BLOCK=min(1024, triton.next_power_of_2(tiles)),
+            num_warps=4,
+        )
+    return dict(zip((*moments, "lse"), folded.unbind(), strict=True))
 
 
 @triton.jit
@@ -105,6 +188,7 @@ def _dz_of_exp(
     lse,
     row_a,
     row_c,
+    row_h,
     fix,
     target,
     ce_weight,
@@ -114,6 +198,7 @@ def _dz_of_exp(
     headroom,
     SMOOTHING: tl.constexpr,
     CE_WEIGHT: tl.constexpr,
+    ENTROPY: tl.constexpr,
     COLUMN_SUMS: tl.constexpr,
     TILE: tl.constexpr,
     GRAIN: tl.constexpr,
@@ -135,8 +220,13 @@ def _dz_of_exp(
         row = first + index
         value = tl.load(e + row * stride + column, mask=here, other=0.0).to(tl.float32)
         maximum = tl.load(maxima + row * tiles + grain * GRAIN // TILE, mask=grain * GRAIN < vocab, other=0.0)
-        scale = tl.exp2((maximum - tl.load(lse + row)) * log2_e - headroom) * tl.load(row_a + row)
-        dz = value * scale[:, None]
+        from_lse = (maximum - tl.load(lse + row)) * log2_e - headroom
+        if ENTROPY:
+            log_p = tl.log2(tl.maximum(value, SMALLEST)) + from_lse[:, None]
+            of_p = tl.load(row_a + row) - (tl.load(row_h + row) * LN_2) * log_p
+            dz = value * (tl.exp2(from_lse)[:, None] * of_p)
+        else:
+            dz = value * (tl.exp2(from_lse) * tl.load(row_a + row))[:, None]
         if SMOOTHING:
             c = tl.load(row_c + row)
             if CE_WEIGHT:
@@ -164,7 +254,7 @@ def dz_of_exp(
     maxima (n, tiles) and the row vectors are contiguous float32; e's rows are contiguous.
     column_sums: return Σ_i dz (V,) too, in float32, of dz before its rounding.
     """
-    options, unused = problem.options, lse
+    unused = lse
     (n, vocab), block, at_once = e.shape, 2048, SUMMED_ROWS if column_sums else 1
     sums = unused
     if column_sums:
@@ -178,7 +268,8 @@ def dz_of_exp(
             maxima.shape[1],
             lse,
             coefficients.a,
-            coefficients.c if options.smoothing else unused,
+            unused if coefficients.c is None else coefficients.c,
+            unused if coefficients.h is None else coefficients.h,
             coefficients.fix,
             problem.target.contiguous(),
             unused if problem.ce_weight is None else problem.ce_weight,
@@ -186,8 +277,9 @@ def dz_of_exp(
             n,
             vocab,
             float(headroom),
-            SMOOTHING=options.smoothing,
+            SMOOTHING=coefficients.c is not None,
             CE_WEIGHT=problem.ce_weight is not None,
+            ENTROPY=coefficients.h is not None,
             COLUMN_SUMS=column_sums,
             TILE=tile_n,
             GRAIN=math.gcd(tile_n, 64),

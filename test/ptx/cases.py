@@ -54,6 +54,7 @@ class Case:
 ALL = Flags(True, True, True, True, True)
 # a call with both stores no exponentials
 ALL_BUT_SOFTCAP, CAPPED = replace(ALL, softcap=False), Flags(bias=True, softcap=True, argmax=True)
+PER_TOKEN = Flags(bias=True, softcap=True, smoothing=True, argmax=True, scale=True, entropy=True, sum_sq=True)
 # too long for `make test`
 LONG = ("forward all full", "forward raster", "exp all full")
 BIAS_ARGMAX = Flags(bias=True, argmax=True)
@@ -85,6 +86,23 @@ CASES = {
         "exp", 140, 64, 700, flags=BIAS_ARGMAX, ties=True, masked=((256, 512), (690, 700)), scale=1.0
     ),
     "exp huge": Case("exp", 140, 64, 700, flags=BIAS_ARGMAX, ties=True, scale=300.0),
+    "forward entropy": Case("forward", 256, 64, 512, flags=Flags(entropy=True)),
+    "forward per token": Case("forward", 200, 64, 509, flags=PER_TOKEN),
+    "forward entropy masked": Case(
+        "forward", 140, 64, 700, flags=Flags(bias=True, entropy=True), masked=((256, 512), (690, 700)), scale=1.0
+    ),
+    "forward entropy huge": Case("forward", 140, 64, 700, flags=Flags(bias=True, entropy=True), scale=300.0),
+    "forward scaled": Case("forward", 200, 64, 509, flags=Flags(bias=True, softcap=True, smoothing=True, scale=True)),
+    "exp per token": Case("exp", 200, 64, 509, flags=replace(PER_TOKEN, softcap=False)),
+    "exp per token fp16": Case("exp", 140, 64, 512, "fp16", flags=replace(PER_TOKEN, softcap=False)),
+    "exp scaled": Case("exp", 200, 64, 509, flags=Flags(bias=True, softcap=True, argmax=True, scale=True)),
+    "backward entropy": Case("backward", 300, 64, 509, flags=Flags(entropy=True)),
+    "backward per token": Case(
+        "backward", 300, 64, 509, flags=Flags(bias=True, softcap=True, scale=True, entropy=True)
+    ),
+    "backward entropy masked": Case(
+        "backward", 140, 64, 700, flags=Flags(bias=True, entropy=True), masked=((256, 512), (690, 700)), scale=1.0
+    ),
     "backward tiny": Case("backward", 256, 64, 512),
     "backward rows ragged": Case("backward", 200, 72, 509),
     "backward all": Case("backward", 300, 64, 509, flags=replace(ALL, argmax=False)),
@@ -113,8 +131,7 @@ def make(case: Case):
             bias[1:even:2] = bias[0:even:2]
     for start, stop in case.masked:
         bias[start:stop] = -math.inf
-    softcap, smoothing = SOFTCAP if flags.softcap else None, SMOOTHING if flags.smoothing else 0.0
-    return package.make_problem(x, weight, target, bias, ce_weight, softcap, smoothing, flags.argmax)
+    return package.make_problem(x, weight, target, bias, ce_weight, flags, SOFTCAP, SMOOTHING)
 
 
 class Expected:
@@ -123,11 +140,12 @@ class Expected:
     def __init__(self, problem):
         self.problem, x, weight = problem, problem.x.double(), problem.weight.double()
         bias = torch.zeros(problem.vocab).double() if problem.bias is None else problem.bias.double()
-        u, cap = x @ weight.T + bias, problem.options.softcap
+        options = problem.options
+        u, cap = (x @ weight.T + bias) * options.scale, options.cap
         self.u, self.z = u, cap * torch.tanh(u / cap) if cap else u
         self.slope = torch.cosh(u / cap).square().reciprocal() if cap else torch.ones_like(u)
         finite = torch.where(bias.isfinite(), bias.abs(), 0.0)
-        size = float((x.abs() @ weight.abs().T + finite).nan_to_num().max())
+        size = float((x.abs() @ weight.abs().T + finite).nan_to_num().max()) * abs(options.scale)
         self.u_bound = (17 + problem.hidden / 16) * U * size
         self.z_bound = self.u_bound + (8 * U * cap if cap else 0.0)
         of_exponent = 2 / cap * (self.u_bound + U * float(u.abs().max()) * 1.4427) if cap else 0.0
@@ -136,6 +154,9 @@ class Expected:
         self.exponent = 2 * U * largest * 1.4427 + 8 * U
         self.weights = torch.ones(problem.vocab).double() if problem.ce_weight is None else problem.ce_weight.double()
         self.lse = self.z.logsumexp(1)
+        log_p = self.z - self.lse[:, None]
+        p = log_p.exp()
+        self.entropy, self.log_sum_sq = -(p * log_p.clamp(min=-1e300)).sum(1), p.square().sum(1).log()
         valid = (problem.target >= 0) & (problem.target < problem.vocab)
         picked = self.u.gather(1, problem.target.clamp(0, problem.vocab - 1)[:, None])[:, 0]
         self.target_logit = torch.where(valid, picked, -math.inf)
@@ -233,9 +254,25 @@ def _compare(case: Case, problem, expected: Expected, stats, maxima, out, tile: 
         size = float((z.abs() * expected.weights).sum(1).max())
         bound = expected.z_bound * float(expected.weights.sum()) + problem.vocab * U * size
         errors["weighted"] = share(stats.weighted_sum, (z * expected.weights).sum(1), bound)
+    if case.flags.moments:
+        errors |= _moment_shares(case, problem, expected, stats.finished())
     if case.flags.argmax:
         errors["argmax"] = _argmax_share(case, expected, stats.argmax)
     return errors
+
+
+def _moment_shares(case: Case, problem, expected: Expected, stats) -> dict[str, float]:
+    """Of H = Σ p·(−log p), each of whose terms is off by δ·p·(1 + |log p|) where a logit's error and its exponent's are
+    δ together, and by the rounding of a tile's sums; log Σ p² likewise by 2δ."""
+    log_p = expected.z - expected.lse[:, None]
+    p, finite = log_p.exp(), torch.where(log_p.isfinite(), log_p, 0.0)
+    delta = 2 * expected.z_bound + expected.exponent + 256 * U
+    found = {}
+    if case.flags.entropy:
+        found["entropy"] = share(stats.entropy, expected.entropy, delta * (p * (1 + finite.abs())).sum(1) + 8 * U)
+    if case.flags.sum_sq:
+        found["sum of squares"] = share(stats.log_sum_sq, expected.log_sum_sq, 4 * delta)
+    return found
 
 
 def _argmax_share(case: Case, expected: Expected, argmax) -> float:
@@ -250,16 +287,24 @@ def _backward(case: Case, problem, expected: Expected, out, compare_engine: bool
     g = torch.Generator().manual_seed(5)
     a = torch.rand(case.n, generator=g) + 0.5
     c = torch.rand(case.n, generator=g) * 0.01 if case.flags.smoothing else None
-    rows, lse = package.coefficients(a, c), expected.lse.float()
+    h = torch.randn(case.n, generator=g) * 0.3 if case.flags.entropy else None
+    rows, lse = package.coefficients(a, c, h), expected.lse.float()
     package.run_backward(problem, lse, rows, out)
-    p = (expected.z - lse.double()[:, None]).exp() * a.double()[:, None]
+    log_p = expected.z - lse.double()[:, None]
+    of_p, of_p_bound = a.double()[:, None], 0.0
+    if h is not None:
+        of_entropy = h.double()[:, None] * torch.where(log_p.isfinite(), log_p, 0.0)
+        # log p is as far off as the logit
+        of_p, of_p_bound = of_p - of_entropy, log_p.exp() * h.double().abs()[:, None] * 2 * expected.z_bound
+        of_p_bound = of_p_bound + 4 * U * log_p.exp() * (of_entropy.abs() + a.double()[:, None])
+    p = log_p.exp() * of_p
     smoothed = torch.zeros_like(p) if c is None else c.double()[:, None] * expected.weights
     dz = (p - smoothed) * expected.slope
-    cap = problem.options.softcap
+    cap = problem.options.cap
     slope_bound = 2 * expected.z_bound / cap + 8 * U if cap else 0.0
     size = (p.abs() + smoothed.abs()) * (expected.slope * 8 * U + slope_bound)
     bound = dz.abs() * unit(out.dtype) / 2 + smallest(out.dtype)
-    bound = bound + size + p * expected.slope * (expected.z_bound + expected.exponent)
+    bound = bound + size + (p.abs() * (expected.z_bound + expected.exponent) + of_p_bound) * expected.slope
     errors = {"dz": share(out, dz, bound)}
     if compare_engine:
         other = torch.empty(case.n, case.vocab)

@@ -15,9 +15,11 @@ from liger_cutedsl.call import Problem
 from liger_cutedsl.engines.torch_engine import TorchEngine
 from liger_cutedsl.epilogues import EpilogueFlags, exp_headroom
 from liger_cutedsl.objective import RowCoefficients
-from liger_cutedsl.options import LossOptions
+from liger_cutedsl.options import LogProbOptions, LossOptions
+from liger_cutedsl.row_statistics import RowStatistics, over_parts
 from liger_cutedsl.tiling import Tile
 
+TEMPERATURE, LOGIT_SCALE = 0.8, -1.25
 KERNELS = ("forward", "exp", "backward")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 headroom, find_nvdisasm = exp_headroom, ahead_of_time.find_nvdisasm
@@ -33,9 +35,23 @@ def variants(typical: bool = False) -> list[tuple[str, str, str, Flags, bool]]:
     return [(v.name, v.kernel, v.dtype, v.flags, v.ragged) for v in listed]
 
 
-def make_problem(x, weight, target, bias=None, ce_weight=None, softcap=None, smoothing=0.0, argmax=False) -> Problem:
-    options = LossOptions(softcap=softcap, label_smoothing=smoothing, return_predicted_tokens=argmax)
-    return Problem(x, weight, target, bias, ce_weight, options)
+def make_problem(x, weight, target, bias, ce_weight, flags: Flags, softcap: float, smoothing: float) -> Problem:
+    """A problem with these flags: with moments one of log-probabilities, which have neither class weights nor
+    smoothing, and a mean logit instead. flags.scale: a temperature and a negative logit scale."""
+    logits = {"softcap": softcap if flags.softcap else None}
+    logits |= {"temperature": TEMPERATURE, "logit_scale": LOGIT_SCALE} if flags.scale else {}
+    if flags.moments:
+        options = LogProbOptions(
+            **logits,
+            return_entropy=flags.entropy,
+            return_log_sum_sq_probs=flags.sum_sq,
+            return_mean_logits=flags.smoothing,
+            return_is_top1=flags.argmax,
+        )
+    else:
+        smoothing = smoothing if flags.smoothing else 0.0
+        options = LossOptions(**logits, label_smoothing=smoothing, return_predicted_tokens=flags.argmax)
+    return Problem(x, weight, target, bias, ce_weight, options=options)
 
 
 def tile_columns(kernel: str, problem: Problem) -> int:
@@ -47,15 +63,23 @@ def tile_columns(kernel: str, problem: Problem) -> int:
 @contextmanager
 def exact_folds():
     """Partial results folded by torch in float64 instead of by Triton kernels: these cases are about the GEMMs."""
-    before = cute_engine.fold_lse, cute_engine.fold_exp
+    before = cute_engine.fold_lse, cute_engine.fold_exp, cute_engine.fold_moments
     cute_engine.fold_lse = lambda lse: lse.double().logsumexp(1)
     cute_engine.fold_exp = lambda maxima, sums, scale: (
         maxima.double() + sums.double().log() - scale * math.log(2)
     ).logsumexp(1)
+    cute_engine.fold_moments = _exact_moments
     try:
         yield
     finally:
-        cute_engine.fold_lse, cute_engine.fold_exp = before
+        cute_engine.fold_lse, cute_engine.fold_exp, cute_engine.fold_moments = before
+
+
+def _exact_moments(moments: dict, headroom: int) -> dict:
+    powers = {"maximum": 0, "sum_exp_sq": 2 * headroom}
+    parts = {name: part.t().double() * 2.0 ** -powers.get(name, headroom) for name, part in moments.items()}
+    folded = over_parts(RowStatistics(**parts)).there()
+    return folded | {"lse": folded["maximum"] + folded["sum_exp"].log()}
 
 
 def run_forward(problem: Problem):
@@ -68,8 +92,8 @@ def run_exp(problem: Problem, out: torch.Tensor):
     return cute_engine.CuteEngine().exp_chunk(problem, out)
 
 
-def coefficients(a: torch.Tensor, c: torch.Tensor | None) -> RowCoefficients:
-    return RowCoefficients(a, c, torch.zeros_like(a))
+def coefficients(a: torch.Tensor, c: torch.Tensor | None, h: torch.Tensor | None = None) -> RowCoefficients:
+    return RowCoefficients(a, c, torch.zeros_like(a), h)
 
 
 def run_backward(problem: Problem, lse: torch.Tensor, rows: RowCoefficients, out: torch.Tensor) -> None:
@@ -85,7 +109,6 @@ def on_torch_engine(kernel: str, problem: Problem, out: torch.Tensor, lse=None, 
         return engine.row_statistics(problem, width), None
     if kernel == "exp":
         return engine.exp_chunk(problem, out)
-    problem = replace(problem, options=replace(problem.options, return_predicted_tokens=False))
     return engine.dz_tile(problem, lse, rows, Tile(0, problem.vocab), out), None
 
 
@@ -109,7 +132,8 @@ def captured():
 
     def recording(engine, kernel, x, weight, out, arguments, tile):
         run(engine, kernel, x, weight, out, arguments, tile)
-        names = ("lse", "target_logit", "weighted_sum", "argmax", "sum_exp", "tile_max_out", "is_max")
+        names = ("lse", "moments", "target_logit", "weighted_sum", "argmax", "sum_exp", "sum_exp_z", "sum_exp_sq")
+        names += ("tile_max_out", "is_max")
         outputs = {name: arguments[name] for name in names if name in arguments and kernel_writes(name, arguments)}
         outputs |= {} if out is None else {"D": out}
         for name, value in outputs.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from dataclasses import replace
 
 import torch
 from quack.cute_dsl_utils import get_device_capacity
@@ -18,10 +17,11 @@ from liger_cutedsl.engines.engine import KernelFailure
 from liger_cutedsl.epilogues import EpilogueFlags, capped, exp_headroom, vocabulary_operands
 from liger_cutedsl.gemm import multiprocessors
 from liger_cutedsl.kernel_cache import use_private_cache
-from liger_cutedsl.objective import RowCoefficients, RowStatistics
-from liger_cutedsl.options import LossOptions
+from liger_cutedsl.objective import RowCoefficients
+from liger_cutedsl.options import LogitOptions
+from liger_cutedsl.row_statistics import RowStatistics
 from liger_cutedsl.tiling import TILE_QUANTUM, Tile, WaveModel
-from liger_cutedsl.triton_kernels import SUMMED_ROWS, dz_of_exp, fold_exp, fold_lse
+from liger_cutedsl.triton_kernels import SUMMED_ROWS, dz_of_exp, fold_exp, fold_lse, fold_moments
 
 use_private_cache()
 
@@ -52,26 +52,36 @@ class CuteEngine:
         """One GEMM over the whole vocabulary; its tiles' partial results are folded by one pass each."""
         flags = EpilogueFlags.of(problem)
         arguments, tile, ragged = self._row_arguments("forward", flags, problem)
-        arguments["lse"] = torch.empty_like(arguments["partials"])
+        name, count = ("moments", len(flags.moments)) if flags.moments else ("lse", 1)
+        arguments[name] = _partials(problem, tile, count)
         if flags.argmax:
-            arguments["argmax"] = torch.empty_like(arguments["lse"], dtype=torch.int64)
+            arguments["argmax"] = _partials(problem, tile, dtype=torch.int64)
         self._run(forward_kernel(flags, ragged), problem.x, problem.weight, None, arguments, tile)
-        return self._folded(arguments, lambda: fold_lse(arguments["lse"]))
+        if not flags.moments:
+            return self._folded(arguments, lambda: fold_lse(arguments["lse"]))
+        moments = dict(zip(flags.moments, arguments["moments"].chunk(count, dim=1), strict=True))
+        return self._folded(arguments, moments=lambda: fold_moments(moments, 0))
 
     def exp_chunk(self, problem: Problem, out: torch.Tensor) -> tuple[RowStatistics, torch.Tensor]:
         flags, headroom = EpilogueFlags.of(problem), exp_headroom(problem.x.dtype)
         arguments, tile, ragged = self._row_arguments(exp_kind(problem.options), flags, problem)
-        sums, maxima = arguments["partials"], torch.empty_like(arguments["partials"])
+        sums, maxima = _partials(problem, tile), _partials(problem, tile)
         arguments.update(sum_exp=sums, tile_max_out=maxima, tile_max=tile.tile_n)
-        if flags.argmax:
+        arguments |= {name: torch.empty_like(sums) for name in flags.moments[2:]}
+        if flags.argmax and flags.scale:
+            arguments["argmax"] = _partials(problem, tile, dtype=torch.int64)
+        elif flags.argmax:
             arguments["is_max"] = torch.empty_like(sums)
         self._run(exp_kernel(flags, ragged, headroom), problem.x, problem.weight, out, arguments, tile)
         maxima, _ = capped(flags, maxima, arguments)
-        if flags.argmax:
+        if "is_max" in arguments:
             largest, first_tile = maxima.max(dim=1, keepdim=True)
             column = arguments["is_max"].gather(1, first_tile)  # NO_COLUMN if NaN
             arguments["best"] = (largest[:, 0], column[:, 0].long())
-        return self._folded(arguments, lambda: fold_exp(maxima, sums, headroom)), maxima
+        if not flags.moments:
+            return self._folded(arguments, lambda: fold_exp(maxima, sums, headroom)), maxima
+        moments = {"maximum": maxima} | {name: arguments[name] for name in flags.moments[1:]}
+        return self._folded(arguments, moments=lambda: fold_moments(moments, headroom)), maxima
 
     def scale_chunk(
         self,
@@ -90,11 +100,10 @@ class CuteEngine:
     def dz_tile(
         self, problem: Problem, lse: torch.Tensor, coefficients: RowCoefficients, tile: Tile, out: torch.Tensor
     ) -> None:
-        flags = replace(EpilogueFlags.of(problem), argmax=False)
+        flags = EpilogueFlags.of(problem).for_gradients(coefficients)
         values = _readable_operands(flags.backward_operands, problem, tile)
-        values.update(lse=lse, row_a=coefficients.a)
-        if flags.smoothing:
-            values["row_c"] = coefficients.c
+        rows = {"lse": lse, "row_a": coefficients.a, "row_c": coefficients.c, "row_h": coefficients.h}
+        values |= {name: vector for name, vector in rows.items() if vector is not None}
         gemm = tile_of("backward", problem.x)
         self._run(backward_kernel(flags), problem.x, problem.weight[tile.columns], out, values, gemm)
 
@@ -119,7 +128,8 @@ class CuteEngine:
         """The partial results of the reductions, and of those of the kept columns."""
         tiles = -(-(problem.vocab - kept) // tile_of("forward", problem.x).tile_n)
         options = problem.options
-        per_row = tiles * (4 + 4 * options.smoothing + 8 * options.needs_argmax)
+        sums = max(1, len(EpilogueFlags.of(problem).moments)) + options.needs_weighted_sum
+        per_row = tiles * (4 * sums + 8 * options.needs_argmax)
         return problem.tokens * (per_row + self._exp_partials(problem, kept))
 
     def exp_tile(self, problem: Problem) -> int:
@@ -143,35 +153,35 @@ class CuteEngine:
     def _exp_partials(self, problem: Problem, columns: int) -> int:
         """Bytes a row of the partial results of exp_chunk."""
         options, tiles = problem.options, -(-columns // self.exp_tile(problem))
-        return tiles * (8 + 4 * (options.smoothing + options.needs_argmax + (options.softcap is not None)))
+        sums = options.needs_weighted_sum + options.needs_argmax + options.needs_entropy + options.needs_sum_sq
+        sums += options.needs_argmax and options.scale != 1.0  # whose keys have 8 bytes
+        return tiles * (8 + 4 * (sums + (options.softcap is not None)))
 
     def _waves(self, kernel: str, problem: Problem) -> WaveModel:
         return _wave_model(problem.device, tile_of(kernel, problem.x))
 
     def _row_arguments(self, kernel: str, flags: EpilogueFlags, problem: Problem) -> tuple[dict, GemmTile, bool]:
-        """(arguments, tile, ragged): operands and outputs that the kernels over the whole vocabulary share.
-
-        "partials" is one (N, tiles) buffer, for the kernel's own sums.
-        """
+        """(arguments, tile, ragged): operands and outputs that the kernels over the whole vocabulary share."""
         tile, n = tile_of(kernel, problem.x), problem.tokens
         vector = {"dtype": torch.float32, "device": problem.device}
-        tiles = -(-problem.vocab // tile.tile_n)
         values = _readable_operands(flags.forward_operands, problem, Tile(0, problem.vocab))
         values["target"] = vector_operand(problem.target.to(torch.int32))
         # A target in no tile, or one whose logit is −inf, is never written.
         values["target_logit"] = torch.full((n,), -torch.inf, **vector)
-        values["partials"] = torch.empty(n, tiles, **vector)
         if flags.smoothing:
-            values["weighted_sum"] = torch.empty_like(values["partials"])
+            values["weighted_sum"] = _partials(problem, tile)
         return values, tile, problem.vocab % tile.tile_n != 0
 
-    def _folded(self, arguments: dict, lse) -> RowStatistics:
-        """Folds the partial results (N, tiles) over the tiles."""
+    def _folded(self, arguments: dict, lse=None, moments=None) -> RowStatistics:
+        """Folds the partial results (N, tiles) over the tiles; lse or moments: what folds those."""
         weighted_sum, (largest, column) = arguments.get("weighted_sum"), arguments.get("best", (None, None))
         if "argmax" in arguments:
             largest, column = OnlineArgmax.decoded(arguments["argmax"])
+        folded = {"lse": arguments["target_logit"]}
+        if self._launch:
+            folded = {"lse": lse()} if moments is None else moments()
         return RowStatistics(
-            lse=lse() if self._launch else arguments["target_logit"],
+            **folded,
             target_logit=arguments["target_logit"],
             weighted_sum=None if weighted_sum is None else weighted_sum.sum(dim=1),
             argmax=column,
@@ -181,7 +191,6 @@ class CuteEngine:
     def _run(self, kernel, x, weight, out, arguments: dict, tile: GemmTile) -> None:
         """One GEMM on the tensors' device and its current stream, whatever the current device is."""
         x, weight = tma_operand(x), tma_operand(weight)
-        arguments = {name: value for name, value in arguments.items() if name != "partials"}  # under its own name there
         with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext(), _one_at_a_time:
             try:
                 kernel.gemm(x, weight, out, epi_args=arguments, _launch=self._launch, **tile.arguments())
@@ -211,9 +220,16 @@ def _failure_text(error: Exception) -> str:
     )
 
 
-def exp_kind(options: LossOptions) -> str:
+def _partials(problem: Problem, tile: GemmTile, count: int = 1, dtype=torch.float32) -> torch.Tensor:
+    """Uninitialised (N, count · tiles): what a kernel's reductions leave of each of its tiles."""
+    tiles = -(-problem.vocab // tile.tile_n)
+    return torch.empty(problem.tokens, count * tiles, dtype=dtype, device=problem.device)
+
+
+def exp_kind(options: LogitOptions) -> str:
     """The name of exp_chunk's tile in architectures.py."""
-    with_options = options.softcap is not None or options.smoothing or options.needs_argmax
+    sums = options.needs_weighted_sum or options.needs_argmax or options.needs_moments
+    with_options = options.softcap is not None or sums
     return "exp-options" if with_options else "exp"
 
 

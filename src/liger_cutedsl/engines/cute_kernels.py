@@ -1,6 +1,6 @@
 """The CuTe kernels: quack GEMMs with the epilogues of epilogues.py. Their tiles: architectures.py.
 
-    forward   x·Wᵀ with no output matrix: log-sum-exp partials, target logit, weighted sum, argmax
+    forward   x·Wᵀ with no output matrix: log-sum-exp partials or moments, target logit, weighted sum, argmax
     backward  x·W[tile]ᵀ whose epilogue writes dz
     exp       x·Wᵀ of a chunk of tokens, writing exponentials relative to their tile's maximum, with sums and maxima
 
@@ -15,6 +15,7 @@ import functools
 from quack.epilogue.frontend import gemm_epilogue
 from quack.epilogue.ops import ColVecLoad, ColVecReduce, ColVecSelect, OnlineLSEReduce, RowVecLoad
 
+from liger_cutedsl.engines.cute_moments import OnlineMoments
 from liger_cutedsl.engines.cute_ops import FirstZero, MaskedColVecSum, OnlineArgmax, TileMaximum
 from liger_cutedsl.epilogues import EpilogueFlags, backward_epilogue, exp_epilogue, exp_prepass, forward_epilogue
 
@@ -24,6 +25,7 @@ _OPERAND_OPS = {
     "lse": ColVecLoad,
     "row_a": ColVecLoad,
     "row_c": ColVecLoad,
+    "row_h": ColVecLoad,
 }
 
 
@@ -31,7 +33,10 @@ _OPERAND_OPS = {
 def forward_kernel(flags: EpilogueFlags, ragged: bool):
     """ragged: the last tile of the vocabulary is not full, so reductions have to mask it."""
     target, sinks = _row_sinks(flags, ragged)
-    sinks["lse"] = OnlineLSEReduce("lse", check_oob=ragged)
+    if flags.moments:
+        sinks["moments"] = OnlineMoments("moments", flags.moments, ragged)
+    else:
+        sinks["lse"] = OnlineLSEReduce("lse", check_oob=ragged)
     if flags.argmax:
         sinks["argmax"] = OnlineArgmax("argmax")
     pins = _pinned(flags.forward_operands)
@@ -42,9 +47,10 @@ def forward_kernel(flags: EpilogueFlags, ragged: bool):
 def exp_kernel(flags: EpilogueFlags, ragged: bool, headroom: int):
     """headroom: exponentials are stored times 2^headroom."""
     target, sinks = _row_sinks(flags, ragged)
-    sinks["sum_exp"] = MaskedColVecSum("sum_exp") if ragged else ColVecReduce("sum_exp")
+    reduce = MaskedColVecSum if ragged else ColVecReduce
+    sinks |= {name: reduce(name) for name in flags.moments[1:] or ("sum_exp",)}
     if flags.argmax:
-        sinks["is_max"] = FirstZero("is_max")
+        sinks |= {"argmax": OnlineArgmax("argmax")} if flags.scale else {"is_max": FirstZero("is_max")}
     maximum = TileMaximum("tile_max")
     return gemm_epilogue(
         ops={**_pinned(flags.forward_operands), "tile_max": maximum},

@@ -28,7 +28,7 @@ NO_COLUMN = 2.0**25  # indices travel as float32, exact up to epilogues.EXACT_IN
 
 
 @cute.jit
-def _mask_columns(gemm, frag, coords, limit_n, value):
+def mask_columns(gemm, frag, coords, limit_n, value):
     """Overwrites the elements of a sink's scratch that lie beyond the vocabulary (limit_n, relative to the tile)."""
     offsets = _column_offsets(gemm.cta_tile_shape_mnk[:2], coords)
     limit = limit_n - coords[0][1]
@@ -43,7 +43,7 @@ def _column_offsets(tile_shape_mn, coords):
     return cute.composition(cute.make_layout(tile_shape_mn, stride=(0, 1)), coords.layout)
 
 
-class _MaskedColVecReduce(ColVecReduce):
+class MaskedColVecReduce(ColVecReduce):
     """A ColVecReduce that keeps, besides its accumulators, the coordinates of their elements."""
 
     def config_key(self):
@@ -79,7 +79,7 @@ class _MaskedColVecReduce(ColVecReduce):
         return state[1]
 
 
-class MaskedColVecSum(_MaskedColVecReduce):
+class MaskedColVecSum(MaskedColVecReduce):
     """out[m, n_tile] = Σ_n v, or Σ_n v·scale with scaled=True, over the columns that exist.
 
     quack's plain sum takes the zeros of columns beyond N for granted; with a bias the epilogue's value is not zero.
@@ -93,13 +93,13 @@ class MaskedColVecSum(_MaskedColVecReduce):
     @cute.jit
     def fn_sink_flush(self, gemm, state, frag, scale=None):
         (total,), coords, limit_n, _ = state
-        _mask_columns(gemm, frag, coords, limit_n, 0.0)
+        mask_columns(gemm, frag, coords, limit_n, 0.0)
         if const_expr(scale is not None):
-            _mask_columns(gemm, scale, coords, limit_n, 0.0)
+            mask_columns(gemm, scale, coords, limit_n, 0.0)
         colvec_reduce_accumulate(gemm, total, frag, rScale=scale, combine="add")
 
 
-class OnlineArgmax(_MaskedColVecReduce):
+class OnlineArgmax(MaskedColVecReduce):
     """The largest value of a row in a vocabulary tile, with its column: the first one on ties.
 
     Output: int64 (m, n_tiles), a key whose maximum over the tiles is the row's: the value's bits as an ordered
@@ -123,7 +123,7 @@ class OnlineArgmax(_MaskedColVecReduce):
     @cute.jit
     def fn_sink_flush(self, gemm, state, frag):
         (largest, column), coords, limit_n, first_column = state
-        _mask_columns(gemm, frag, coords, limit_n, -math.inf)
+        mask_columns(gemm, frag, coords, limit_n, -math.inf)
         reference = largest.layout
         values = layout_utils.convert_layout_zero_stride(frag, reference)
         coordinates = layout_utils.convert_layout_zero_stride(coords, reference)
@@ -162,7 +162,7 @@ class OnlineArgmax(_MaskedColVecReduce):
         return (Int64(ordered) << 32) | (Int64(0xFFFFFFFF) - Int64(Int32(column)))
 
 
-class FirstZero(_MaskedColVecReduce):
+class FirstZero(MaskedColVecReduce):
     """out[m, n_tile] = the first column whose value is not negative, as float32; NO_COLUMN where all are.
 
     Given u − max(u) of a tile, it finds the maximum's column, with less work than OnlineArgmax.
@@ -176,7 +176,7 @@ class FirstZero(_MaskedColVecReduce):
     @cute.jit
     def fn_sink_flush(self, gemm, state, frag):
         (column,), coords, limit_n, first_column = state
-        _mask_columns(gemm, frag, coords, limit_n, -1.0)
+        mask_columns(gemm, frag, coords, limit_n, -1.0)
         values = layout_utils.convert_layout_zero_stride(frag, column.layout)
         coordinates = layout_utils.convert_layout_zero_stride(coords, column.layout)
         column_of = layout_utils.convert_layout_zero_stride(column, column.layout)[None, 0]
@@ -231,7 +231,7 @@ class TileMaximum(GroupedColStatsBase):
 
     @cute.jit
     def fn_sink_flush(self, gemm, state, frag):
-        _mask_columns(gemm, frag, state[0][1], state[1], -math.inf)
+        mask_columns(gemm, frag, state[0][1], state[1], -math.inf)
         super().fn_sink_flush(gemm, state, frag)
 
     def stat_value(self, total, group_cols):

@@ -7,7 +7,8 @@ from typing import Protocol
 import torch
 
 from liger_cutedsl.call import Problem
-from liger_cutedsl.objective import RowCoefficients, RowStatistics
+from liger_cutedsl.objective import RowCoefficients
+from liger_cutedsl.row_statistics import RowStatistics
 from liger_cutedsl.tiling import Tile
 
 

@@ -22,7 +22,8 @@ from liger_cutedsl.epilogues import (
     vocabulary_operands,
 )
 from liger_cutedsl.gemm import matmul
-from liger_cutedsl.objective import RowCoefficients, RowStatistics
+from liger_cutedsl.objective import RowCoefficients
+from liger_cutedsl.row_statistics import RowStatistics, combined, over_parts
 from liger_cutedsl.tiling import Tile, vocabulary_tiles
 
 
@@ -52,14 +53,18 @@ class TorchEngine:
         for tile in vocabulary_tiles(problem.vocab, self.exp_tile(problem)):
             acc = self._accumulator(x, problem, tile)
             values = _broadcast_operands(flags.forward_operands, problem, tile)
-            u = prepass(acc, **{name: values[name] for name in values if name == "bias"})["tile_max"]
+            u = prepass(acc, **{name: values[name] for name in flags.uncapped_operands})["tile_max"]
             tile_max = u.amax(dim=1).clamp(min=LOWEST_MAXIMUM)
             maxima.append(capped(flags, tile_max, values)[0])
             outputs = epilogue(acc, **values, tile_max=tile_max[:, None])
             out[:, tile.columns] = outputs["D"]
             sums = outputs["sum_exp"].sum(dim=1) * 2.0**-headroom
             outputs["lse"] = (sums.log() + maxima[-1])[:, None]
-            if flags.argmax:  # the maxima are exactly m again
+            if flags.moments:
+                scales = {"sum_exp": headroom, "sum_exp_z": headroom, "sum_exp_sq": 2 * headroom}
+                sums = {name: outputs[name].sum(dim=1) * 2.0 ** -scales[name] for name in flags.moments[1:]}
+                fold.add_moments({"maximum": maxima[-1], **sums})
+            if "is_max" in outputs:  # the maxima are exactly m again
                 outputs["argmax"] = outputs.pop("is_max") + maxima[-1][:, None]
             fold.add(outputs, tile)
         return fold.result(), torch.stack(maxima, dim=1)
@@ -73,14 +78,12 @@ class TorchEngine:
         coefficients: RowCoefficients,
         column_sums: bool,
     ) -> torch.Tensor | None:
-        flags, headroom = EpilogueFlags.of(problem), exp_headroom(e.dtype)
-        a, c = coefficients.a, coefficients.c
+        flags, headroom = EpilogueFlags.of(problem).for_gradients(coefficients), exp_headroom(e.dtype)
+        rows = {"lse": lse, "row_a": coefficients.a, "row_c": coefficients.c, "row_h": coefficients.h}
         for index, tile in enumerate(vocabulary_tiles(problem.vocab, self.exp_tile(problem))):
-            names = (*flags.logit_operands, *(("ce_weight",) * flags.ce_weight))
-            values = _broadcast_operands(names, problem, tile)
-            for name, vector in (("lse", lse), ("row_a", a), ("row_c", c), ("m", maxima[:, index])):
-                if vector is not None:
-                    values[name] = vector[:, None]
+            values = _broadcast_operands(("ce_weight",) * flags.ce_weight, problem, tile)
+            rows["m"] = maxima[:, index]
+            values |= {name: vector[:, None] for name, vector in rows.items() if vector is not None}
             e[:, tile.columns] = dz_of_exp(flags, headroom, e[:, tile.columns].to(lse.dtype), values)
         target = problem.target.long()[:, None]
         column = target.clamp(0, problem.vocab - 1)
@@ -91,11 +94,10 @@ class TorchEngine:
     def dz_tile(
         self, problem: Problem, lse: torch.Tensor, coefficients: RowCoefficients, tile: Tile, out: torch.Tensor
     ) -> None:
-        flags = EpilogueFlags.of(problem)
+        flags = EpilogueFlags.of(problem).for_gradients(coefficients)
         values = _broadcast_operands(flags.backward_operands, problem, tile)
-        for name, vector in (("lse", lse), ("row_a", coefficients.a), ("row_c", coefficients.c)):
-            if name in flags.backward_operands:
-                values[name] = vector[:, None]
+        rows = {"lse": lse, "row_a": coefficients.a, "row_c": coefficients.c, "row_h": coefficients.h}
+        values |= {name: vector[:, None] for name, vector in rows.items() if vector is not None}
         acc = self._accumulator(self.gemm_operand(problem.x), problem, tile)
         out.copy_(backward_epilogue(flags)(acc, **values)["D"])
 
@@ -110,7 +112,8 @@ class TorchEngine:
 
     def column_bytes(self, problem: Problem) -> int:
         """(N, tile) temporaries, as many as measured, and a row of W, widened."""
-        temporaries = 6 if problem.options.softcap is None else 9
+        options = problem.options
+        temporaries = 6 + 3 * (options.softcap is not None) + 4 * options.needs_moments
         return problem.compute_dtype.itemsize * (temporaries * problem.tokens + problem.hidden)
 
     def forward_bytes(self, problem: Problem, tile_width: int, kept: int) -> int:
@@ -132,7 +135,8 @@ class TorchEngine:
 
     def _exp_temporaries(self, problem: Problem, rows: int) -> int:
         """Bytes of the temporaries of a tile of exponentials, as many as measured."""
-        temporaries = 6 + 2 * (problem.bias is not None) + 4 * (problem.options.softcap is not None)
+        options = problem.options
+        temporaries = 6 + 2 * (problem.bias is not None) + 4 * (options.softcap is not None) + 4 * options.needs_moments
         return problem.compute_dtype.itemsize * temporaries * rows * self.exp_tile(problem)
 
     def _accumulator(self, x: torch.Tensor, problem: Problem, tile: Tile) -> torch.Tensor:
@@ -148,19 +152,23 @@ class _RowFold:
     """Folds the forward epilogue's outputs over vocabulary tiles into RowStatistics."""
 
     def __init__(self, problem: Problem):
-        n, options = problem.tokens, problem.options
+        n, options, self.names = problem.tokens, problem.options, EpilogueFlags.of(problem).moments
         vector = {"dtype": problem.compute_dtype, "device": problem.device}
         self.target = problem.target
         self.lse = torch.full((n,), -torch.inf, **vector)
         self.target_logit = torch.full((n,), -torch.inf, **vector)
-        self.weighted_sum = torch.zeros(n, **vector) if options.smoothing else None
+        self.weighted_sum = torch.zeros(n, **vector) if options.needs_weighted_sum else None
+        self.moments: dict[str, torch.Tensor] = {}
         self.largest = self.argmax = None
         if options.needs_argmax:
             self.largest = torch.full((n,), -torch.inf, **vector)
             self.argmax = torch.zeros(n, dtype=torch.int64, device=problem.device)
 
     def add(self, outputs: dict, tile: Tile) -> None:
-        self.lse = torch.logaddexp(self.lse, torch.logsumexp(outputs["lse"], dim=1))
+        if "moments" in outputs:
+            self.add_moments(_moments_of(outputs["moments"], self.names))
+        z_or_lse = outputs["moments"] if "moments" in outputs else outputs["lse"]
+        self.lse = torch.logaddexp(self.lse, torch.logsumexp(z_or_lse, dim=1))
         column = self.target.long() - tile.start
         here = (column >= 0) & (column < tile.width)
         selected = outputs["target_logit"].gather(1, torch.where(here, column, 0)[:, None])[:, 0]
@@ -177,7 +185,25 @@ class _RowFold:
             self.largest = torch.where(larger, largest, self.largest)
             self.argmax = torch.where(larger, column + tile.start, self.argmax)
 
+    def add_moments(self, moments: dict[str, torch.Tensor]) -> None:
+        """Those of further columns, each (n,)."""
+        if self.moments:
+            parts = [RowStatistics(**these) for these in (self.moments, moments)]
+            folded = over_parts(combined(parts, torch.stack))
+            moments = {name: getattr(folded, name) for name in moments}
+        self.moments = moments
+
     def result(self) -> RowStatistics:
         # A logit of +∞ leaves no softmax: NaN, as in torch.nn.functional.log_softmax.
         lse = self.lse.masked_fill(torch.isposinf(self.lse), torch.nan)
-        return RowStatistics(lse, self.target_logit, self.weighted_sum, self.argmax, self.largest)
+        return RowStatistics(lse, self.target_logit, self.weighted_sum, self.argmax, self.largest, **self.moments)
+
+
+def _moments_of(z: torch.Tensor, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """EpilogueFlags.moments of a tile's logits (n, columns), each (n,)."""
+    maximum = z.amax(dim=1)
+    finite = torch.where(torch.isneginf(maximum), 0.0, maximum)  # −∞ − (−∞) is NaN, and so is −∞·0
+    below = (z - finite[:, None]).clamp(min=LOWEST_MAXIMUM)
+    e = below.exp()
+    sums = {"sum_exp": lambda: e, "sum_exp_z": lambda: e * below, "sum_exp_sq": lambda: e * e}
+    return {"maximum": maximum} | {name: sums[name]().sum(dim=1) for name in names if name in sums}

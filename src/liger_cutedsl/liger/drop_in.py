@@ -11,13 +11,14 @@ import importlib
 import logging
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
-from liger_cutedsl.call import WantedGradients, autocast_dtype, planned_device
+from liger_cutedsl.call import Problem, WantedGradients, autocast_dtype, planned_device
 from liger_cutedsl.checks import check_tensors
 from liger_cutedsl.compat import FakeTensorMode, constant_in_graphs
-from liger_cutedsl.log_probs_standin import LogProbOptions, Problem
+from liger_cutedsl.options import LogProbOptions
 from liger_cutedsl.route import Settings
 from liger_cutedsl.routing import choose_route
 
@@ -56,9 +57,10 @@ def forget_notes() -> None:
 
 def settings_within(original_bytes: int) -> Settings:
     """The user's settings; where they name no workspace, what the original takes in the same call is the budget."""
+    settings = Settings.resolve()
     if os.environ.get("LIGER_CUTEDSL_WORKSPACE_MB"):
-        return Settings.resolve()
-    return Settings.resolve(workspace_mb=max(original_bytes / 2**20, _LEAST_MB))
+        return settings
+    return replace(settings, workspace_mb=max(original_bytes / 2**20, _LEAST_MB), implied=True)
 
 
 def obstacle(problem: Problem, settings: Settings) -> str | None:
@@ -75,7 +77,7 @@ def obstacle(problem: Problem, settings: Settings) -> str | None:
     route = choose_route(problem, WantedGradients.of(problem), settings)
     if route.engine != "cute":
         return route.reason
-    if route.workspace_bytes > settings.budget and not os.environ.get("LIGER_CUTEDSL_WORKSPACE_MB"):
+    if settings.implied and route.workspace_bytes > settings.budget:
         return f"it needs less memory than ours, which takes {route.workspace_bytes / 2**20:.0f} MiB"
     return None
 

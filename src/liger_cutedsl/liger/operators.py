@@ -15,6 +15,7 @@ from liger_cutedsl.api import LigerFusedLinearCrossEntropyFunction
 from liger_cutedsl.autograd import run_with_gradients
 from liger_cutedsl.call import Problem, WantedGradients
 from liger_cutedsl.checks import check_tensors
+from liger_cutedsl.cross_entropy import LossOutput
 from liger_cutedsl.liger.scaled import (
     LigerFusedLinearScaledCrossEntropyFunction,
     LigerFusedLinearScaledCrossEntropyTPFunction,
@@ -104,7 +105,8 @@ def fused_linear_cross_entropy_forward(
     wanted = WantedGradients.of(problem, (wants, wants and wants_weight, wants and bias is not None))
     settings = Settings.resolve(chunk_mem_const=python_scalar(chunk_mem_const))
     check_tensors(problem)
-    output, gradients = run_with_gradients(problem, settings, wanted, token_grad_output)
+    upstream = None if token_grad_output is None else LossOutput(token_grad_output)
+    output, gradients = run_with_gradients(problem, settings, wanted, upstream)
     return (*output, gradients.x, gradients.weight, gradients.bias)
 
 

@@ -13,9 +13,12 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from liger_cutedsl.call import WantedGradients
+from liger_cutedsl.api_log_probs import fused_linear_log_probs
+from liger_cutedsl.autograd import run
+from liger_cutedsl.call import Problem, WantedGradients
 from liger_cutedsl.liger import drop_in
-from liger_cutedsl.log_probs_standin import LogProbOptions, LogProbs, Problem, fused_linear_log_probs, run_log_probs
+from liger_cutedsl.log_probs import LogProbs
+from liger_cutedsl.options import LogProbOptions
 from liger_cutedsl.route import Settings
 from liger_cutedsl.routing import cute_obstacle
 from liger_cutedsl.schedules.schedule import Task
@@ -55,7 +58,7 @@ class LigerFusedLinearScaledCrossEntropyFunction:
         _check_flag("return_entropy", return_entropy)
         tensors = (_input, weight, target, selected_token_ids)
         options = dict(temperature=temperature, ignore_index=ignore_index, return_entropy=return_entropy)
-        traced = torch.compiler.is_compiling() or shapes_only(_input, weight, target, None, None)
+        traced = torch.compiler.is_compiling() or shapes_only(_input, weight, target, None, None, selected_token_ids)
         found, reason = (_in_graph if traced else _run)(cls, tensors, options)
         if found is not None:
             return _results(found)
@@ -121,7 +124,7 @@ def _run(cls, tensors, options: dict) -> tuple[LogProbs | None, str]:
         reason = drop_in.obstacle(problem, settings)
     if reason is not None:
         return None, reason
-    return run_log_probs(problem, settings), ""
+    return run(problem, settings), ""
 
 
 def _run_split(tensors, tp_group, options: dict) -> tuple[LogProbs | None, str]:
@@ -141,7 +144,7 @@ def _run_split(tensors, tp_group, options: dict) -> tuple[LogProbs | None, str]:
     def split_of(problem: Problem) -> SplitVocabulary:
         return SplitVocabulary(VocabShard.of(problem, tp_group, None, None))
 
-    return run_log_probs(problem, settings, split_of=split_of), ""
+    return run(problem, settings, split_of), ""
 
 
 def _in_graph(cls, tensors, options: dict) -> tuple[LogProbs | None, str]:

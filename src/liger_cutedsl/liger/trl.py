@@ -15,9 +15,12 @@ from importlib.util import find_spec
 
 import torch
 
-from liger_cutedsl.call import WantedGradients, product_dtype
+from liger_cutedsl.api_log_probs import fused_linear_log_probs
+from liger_cutedsl.autograd import run
+from liger_cutedsl.call import Problem, WantedGradients, product_dtype
 from liger_cutedsl.liger import drop_in
-from liger_cutedsl.log_probs_standin import LogProbOptions, LogProbs, Problem, fused_linear_log_probs, run_log_probs
+from liger_cutedsl.log_probs import LogProbs
+from liger_cutedsl.options import LogProbOptions
 from liger_cutedsl.route import Settings
 from liger_cutedsl.user_warnings import warn_user
 from liger_cutedsl.versions import installed
@@ -69,7 +72,7 @@ class ChunkedLogProbFunction:
         tensors = (hidden, weight, bias, targets)
         if unknown:
             found, reason = None, f"an output that ours does not have: {', '.join(map(str, unknown))}"
-        elif torch.compiler.is_compiling() or shapes_only(hidden, weight, targets, bias, None):
+        elif torch.compiler.is_compiling() or shapes_only(hidden, weight, targets, bias, None, None):
             found, reason = _in_graph(tensors, options, flags)
         else:
             found, reason = _run(tensors, chunk_size, options, flags)
@@ -101,7 +104,7 @@ def _run(tensors, chunk_size, options: dict, flags: dict) -> tuple[LogProbs | No
         reason = drop_in.obstacle(problem, settings)
         if reason is not None:
             return None, reason
-        return run_log_probs(problem, settings, before_backward=_gathering(weight, bias)), ""
+        return run(problem, settings, None, _gathering(weight, bias)), ""
 
 
 def _problem(hidden, weight, bias, targets, options: LogProbOptions) -> Problem:

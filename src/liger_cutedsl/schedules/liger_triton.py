@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from liger_cutedsl.call import Gradients, Problem, WantedGradients
-from liger_cutedsl.objective import LossOutput
+from liger_cutedsl.cross_entropy import LossOutput
 from liger_cutedsl.route import Route
 from liger_cutedsl.schedules.kept import KeptGradients
 from liger_cutedsl.schedules.schedule import Task
@@ -38,9 +38,9 @@ def forward(_engine, task: Task, route: Route) -> tuple[LossOutput, KeptGradient
     return output, KeptGradients(gradients, wanted) if eager else None
 
 
-def backward(_engine, task: Task, route: Route, _state: None, upstream: torch.Tensor) -> Gradients:
+def backward(_engine, task: Task, route: Route, _state: None, upstream: LossOutput) -> Gradients:
     """Only for reduction="none": the gradients of the others are kept in forward."""
-    return _call(task.problem, route, task.wanted, token_grad_output=upstream)[1]
+    return _call(task.problem, route, task.wanted, token_grad_output=upstream.loss)[1]
 
 
 def _call(problem: Problem, route: Route, wanted: WantedGradients, token_grad_output=None):

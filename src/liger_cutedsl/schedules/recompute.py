@@ -21,26 +21,19 @@ no memory.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
-from liger_cutedsl import gemm
+from liger_cutedsl import gemm, objectives
 from liger_cutedsl.call import Gradients, Problem, WantedGradients
 from liger_cutedsl.compat import graph_is_kept
 from liger_cutedsl.engines import KernelFailure
 from liger_cutedsl.gemm import matmul
-from liger_cutedsl.objective import (
-    LossOutput,
-    RowCoefficients,
-    RowStatistics,
-    RowWeights,
-    combined,
-    dz_unit,
-    loss_terms,
-    over_parts,
-    row_coefficients,
-)
+from liger_cutedsl.objective import RowCoefficients, RowWeights, dz_unit
 from liger_cutedsl.route import Route
+from liger_cutedsl.row_statistics import RowStatistics, combined, over_parts
+from liger_cutedsl.schedules import selected
 from liger_cutedsl.schedules.schedule import Task, gemms
 from liger_cutedsl.tiling import ROW_MULTIPLE, SPARE_COLUMNS, TILE_QUANTUM, Tile, fitting_width, vocabulary_tiles
 
@@ -134,16 +127,18 @@ def kept_columns(engine, problem: Problem, wanted: WantedGradients, budget: int)
     return fitting // multiple * multiple
 
 
-def forward(engine, task: Task, route: Route) -> tuple[LossOutput, RecomputeState]:
+def forward(engine, task: Task, route: Route) -> tuple[NamedTuple, RecomputeState]:
     problem, local = task.problem, task.local.for_kernels(route.dtype)
     try:
         stats, kept = _statistics(engine, local, route, task.wanted)
+        stats = replace(stats, selected=selected.logits(engine, local))
     except KernelFailure as failure:
         task.split.failed(failure, problem)
         raise
     stats, rows = task.split.combine(stats, problem, local)
-    needed = RowStatistics(stats.lse, stats.target_logit)
-    return loss_terms(stats, rows, problem), RecomputeState(needed, rows, kept)
+    stats = stats.finished()
+    needed = RowStatistics(stats.lse, stats.target_logit, selected=stats.selected, entropy=stats.entropy)
+    return objectives.of(problem.options).results(stats, rows, problem), RecomputeState(needed, rows, kept)
 
 
 def _statistics(
@@ -181,7 +176,7 @@ def _end_of(matrix: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -
     return memory[start : start + size].view(dtype).view(rows, columns)
 
 
-def backward(engine, task: Task, route: Route, state: RecomputeState, upstream: torch.Tensor) -> Gradients:
+def backward(engine, task: Task, route: Route, state: RecomputeState, upstream: NamedTuple) -> Gradients:
     try:
         return _gradients(engine, task, route, state, upstream)
     except KernelFailure as failure:
@@ -189,15 +184,15 @@ def backward(engine, task: Task, route: Route, state: RecomputeState, upstream: 
         raise
 
 
-def _gradients(engine, task: Task, route: Route, state: RecomputeState, upstream: torch.Tensor) -> Gradients:
+def _gradients(engine, task: Task, route: Route, state: RecomputeState, upstream: NamedTuple) -> Gradients:
     problem, tile_width = task.local.for_kernels(route.dtype), route.tile_width
     dz_dtype, unscale = engine.dz_dtype(problem.x.dtype), None
     unit = dz_unit(problem, dz_dtype)
-    coefficients = row_coefficients(state.stats, state.rows, problem.options, upstream.to(problem.compute_dtype) * unit)
+    coefficients = objectives.of(problem.options).coefficients(state.stats, state.rows, problem, upstream, unit)
     if dz_dtype == torch.float16:
         coefficients, unscale = _scaled_for_fp16(coefficients, problem)
     kept, first = state.take_kept(), 0
-    sink = _GradientSink(engine, problem, task, 1.0 / unit, unscale, kept)
+    sink = _GradientSink(engine, problem, task, problem.options.scale / unit, unscale, kept, coefficients.selected)
     if kept is not None:
         dz, first = kept.e, kept.e.shape[1]
         part = problem if first == problem.vocab else problem.of_columns(slice(0, first))
@@ -222,11 +217,12 @@ def _gradients(engine, task: Task, route: Route, state: RecomputeState, upstream
 class _GradientSink:
     """Turns tiles of dz into dX, dW and db: times alpha, and times unscale, a scalar tensor, where there is one."""
 
-    def __init__(self, engine, problem: Problem, task: Task, alpha: float, unscale, kept: KeptExponentials | None):
+    def __init__(self, engine, problem: Problem, task: Task, alpha: float, unscale, kept, selected_dz):
         self.engine, self.problem, self.split, self.wanted = engine, problem, task.split, task.wanted
-        self.alpha, self.unscale, self.pending = alpha, unscale, None
+        self.alpha, self.unscale, self.pending, self.selected_dz = alpha, unscale, None, selected_dz
         self.x = engine.gemm_operand(problem.x) if task.wanted.weight is not None else None
-        one_product = kept is not None and kept.e.shape[1] == problem.vocab and not task.split.sums_dx
+        whole = kept is not None and kept.e.shape[1] == problem.vocab
+        one_product = whole and not task.split.sums_dx and selected_dz is None
         # dX is summed in the compute dtype; its own dtype comes last
         sums = task.wanted if one_product else replace(task.wanted, x=task.wanted.x and problem.compute_dtype)
         lent = None if kept is None else kept.weight_gradient
@@ -243,6 +239,8 @@ class _GradientSink:
             weight = self.engine.gemm_operand(self.problem.weight[tile.columns])
             matmul(dz, weight, out=grads.x, accumulate=tile.start > 0, alpha=self.alpha)
             if tile.stop == self.problem.vocab:
+                if self.selected_dz is not None:
+                    selected.add_dx(self.engine, self.problem, self.selected_dz, grads.x, self.alpha)
                 self._dx_is_complete()
         if grads.weight is not None:
             self._write(grads.weight[tile.columns], lambda out: matmul(dz.t(), self.x, out=out, alpha=self.alpha))
@@ -262,6 +260,9 @@ class _GradientSink:
         if self.pending is not None:
             self.pending.wait()
         grads = self.gradients
+        if self.selected_dz is not None:
+            factor = self.alpha if self.unscale is None else self.alpha * self.unscale
+            selected.add_dw(self.engine, self.problem, self.selected_dz, grads, factor)
         return grads if grads.x is None else replace(grads, x=grads.x.to(self.wanted.x))
 
     def _write(self, out: torch.Tensor, product) -> None:
@@ -279,11 +280,13 @@ def _scaled_for_fp16(coefficients: RowCoefficients, problem: Problem) -> tuple[R
     """
     largest = coefficients.a.abs().amax() if problem.tokens else coefficients.a.new_zeros(())
     largest = torch.maximum(largest, coefficients.fix.abs().amax())
+    for further in (coefficients.h, coefficients.selected):  # p·|log p| is below 1
+        if further is not None and further.numel():
+            largest = torch.maximum(largest, further.abs().amax())
     if coefficients.c is not None:
         per_class = 1.0 if problem.ce_weight is None else problem.ce_weight.abs().amax()
         largest = torch.maximum(largest, coefficients.c.abs().amax() * per_class)
     usable = (largest > 0) & largest.isfinite()
     exponent = torch.floor(torch.log2(FP16_HEADROOM / torch.where(usable, largest, FP16_HEADROOM)))
     scale = torch.exp2(exponent.clamp(-100, 100))
-    c = None if coefficients.c is None else coefficients.c * scale
-    return RowCoefficients(coefficients.a * scale, c, coefficients.fix * scale), 1.0 / scale
+    return coefficients.times(scale), 1.0 / scale

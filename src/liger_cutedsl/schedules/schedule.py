@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from liger_cutedsl.call import Gradients, Problem, WantedGradients
-from liger_cutedsl.objective import LossOutput
 from liger_cutedsl.route import Route, Settings
 from liger_cutedsl.split import WHOLE, Split
 
@@ -45,11 +42,11 @@ class Schedule(Protocol):
     def plan(self, engine: Engine, task: Task, reason: str) -> Route:
         """How it would run within the budget, or in as little memory as there is a way: tiles, chunk, bytes, GEMMs."""
 
-    def forward(self, engine: Engine, task: Task, route: Route) -> tuple[LossOutput, object]:
-        """The results for the task's rows, and what backward needs: KeptGradients, or a state of its own."""
+    def forward(self, engine: Engine, task: Task, route: Route) -> tuple[NamedTuple, object]:
+        """The objective's results for the task's rows, and what backward needs: KeptGradients, or its own state."""
 
-    def backward(self, engine: Engine, task: Task, route: Route, state, upstream: torch.Tensor) -> Gradients:
-        """The gradients for an upstream gradient () or (n,), from a state of its own."""
+    def backward(self, engine: Engine, task: Task, route: Route, state, upstream: NamedTuple) -> Gradients:
+        """The gradients for upstream gradients of the results, () or (n, …), from a state of its own."""
 
 
 def gemms(all_of_them: float, wanted: WantedGradients) -> float:

@@ -18,20 +18,13 @@ from dataclasses import replace
 
 import torch
 
-from liger_cutedsl import gemm
+from liger_cutedsl import gemm, objectives
 from liger_cutedsl.call import Gradients, Problem, WantedGradients
+from liger_cutedsl.cross_entropy import LossOutput
 from liger_cutedsl.gemm import matmul
-from liger_cutedsl.objective import (
-    LossOutput,
-    RowCoefficients,
-    RowStatistics,
-    combined,
-    dz_unit,
-    loss_terms,
-    row_coefficients,
-    row_weights,
-)
+from liger_cutedsl.objective import RowCoefficients, dz_unit, row_weights
 from liger_cutedsl.route import Route
+from liger_cutedsl.row_statistics import RowStatistics, combined
 from liger_cutedsl.schedules.kept import KeptGradients
 from liger_cutedsl.schedules.recompute import exponentials_buffer
 from liger_cutedsl.schedules.schedule import Task, gemms
@@ -76,7 +69,7 @@ def obstacle(engine, task: Task) -> str | None:
     if options.reduction == "none":
         return "reduction='none' knows its gradient's weights only in backward"
     if options.needs_slope_apart and task.settings.schedule != NAME:
-        return "stored exponentials hold the softcap's slope, and label smoothing needs both apart"
+        return "stored exponentials hold the softcap's slope, and label smoothing or an entropy needs both apart"
     if engine.dz_dtype(problem.gemm_dtype) == torch.float16:
         if options.reduction == "mean" and not problem.dense:  # while a CUDA graph is captured
             return "a float16 mean needs a scale from the number of valid rows, which only the device knows"
@@ -116,7 +109,8 @@ def forward(engine, task: Task, route: Route) -> tuple[LossOutput, KeptGradients
     problem = problem.for_kernels(route.dtype)
     dz_dtype, rows = engine.dz_dtype(problem.x.dtype), row_weights(problem)
     dz_scale = dz_unit(problem, dz_dtype) * (FP16_DZ if dz_dtype == torch.float16 else 1.0)
-    upstream = torch.full((), dz_scale, dtype=problem.compute_dtype, device=problem.device)
+    objective, alpha = objectives.of(problem.options), problem.options.scale / dz_scale
+    upstream = LossOutput(torch.ones((), dtype=problem.compute_dtype, device=problem.device))
     buffer = exponentials_buffer(problem, min(route.chunk, problem.tokens), dz_dtype)
     dz_of = _recomputed if problem.options.needs_slope_apart else _from_exponentials
     pieces = []
@@ -124,15 +118,15 @@ def forward(engine, task: Task, route: Route) -> tuple[LossOutput, KeptGradients
         part = problem.of(chunk)
         dz = buffer[: part.tokens]
 
-        def coefficients(stats, chunk=chunk):
-            return row_coefficients(stats, rows.of(chunk), problem.options, upstream)
+        def coefficients(stats, part=part, chunk=chunk):
+            return objective.coefficients(stats, rows.of(chunk), part, upstream, dz_scale)
 
         stats, column_sums = dz_of(engine, part, dz, coefficients, wanted.bias is not None)
-        sink.add(dz, column_sums, part, chunk, alpha=1.0 / dz_scale)
+        sink.add(dz, column_sums, part, chunk, alpha)
         pieces.append(stats)
     del buffer, dz
     stats = combined(pieces, torch.cat) if len(pieces) > 1 else pieces[0]
-    return loss_terms(stats, rows, problem), KeptGradients.of(sink.take(), wanted)
+    return objective.results(stats, rows, problem), KeptGradients.of(sink.take(), wanted)
 
 
 def backward(engine, task: Task, route: Route, state, upstream: torch.Tensor) -> Gradients:

@@ -1,0 +1,72 @@
+"""The ways into a call, for the entrances: traced as one node of a graph, over DTensors, or as it is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from liger_cutedsl.autograd import run
+from liger_cutedsl.call import TENSORS, Problem, is_dtensor
+from liger_cutedsl.cross_entropy import LossOutput
+from liger_cutedsl.dtensor import run_dtensor
+from liger_cutedsl.log_probs import LogProbs
+from liger_cutedsl.options import LogProbOptions, LossOptions, python_scalar
+from liger_cutedsl.route import Settings
+from liger_cutedsl.torch_compile import run_compiled
+from liger_cutedsl.torch_compile_log_probs import run_compiled_log_probs
+from liger_cutedsl.without_data import shapes_only
+
+
+def flattened(x, target):
+    """x (N, H) and target (N,) of (..., H) and (...), where they are plain tensors."""
+    plain = isinstance(x, torch.Tensor) and isinstance(target, torch.Tensor) and not is_dtensor(x)
+    if not plain or x.dim() == 2:
+        return x, target
+    if x.shape[:-1] != target.shape:
+        raise ValueError(
+            f"target must have shape {tuple(x.shape[:-1])}, one target for each row of x "
+            f"{tuple(x.shape)}, got {tuple(target.shape)}"
+        )
+    return x.reshape(-1, x.shape[-1]), target.reshape(-1)
+
+
+def entered(tensors, options: dict, engine=None, schedule=None, workspace_mb=None, chunk_mem_const=1) -> LossOutput:
+    """The call by the way its tensors need: DTensors, one node of a graph, or as it is."""
+    if _is_traced(tensors):
+        _check_traceable(dict(options, chunk_mem_const=chunk_mem_const))
+        return run_compiled(tensors, options, engine, schedule, workspace_mb, chunk_mem_const)
+    problem = Problem(**dict(zip(TENSORS, tensors, strict=True)), options=LossOptions(**options))
+    return run_eager(problem, Settings.resolve(engine, schedule, workspace_mb, python_scalar(chunk_mem_const)))
+
+
+def entered_log_probs(tensors, options: dict, engine=None, schedule=None, workspace_mb=None) -> LogProbs:
+    """The same for log-probabilities."""
+    if _is_traced(tensors):
+        _check_traceable(options)
+        return run_compiled_log_probs(tensors, options, engine, schedule, workspace_mb)
+    problem = Problem(**dict(zip(TENSORS, tensors, strict=True)), options=LogProbOptions(**options))
+    return run_eager(problem, Settings.resolve(engine, schedule, workspace_mb))
+
+
+def run_eager(problem: Problem, settings: Settings) -> NamedTuple:
+    distributed = is_dtensor(problem.x) or is_dtensor(problem.weight)
+    return run_dtensor(problem, settings) if distributed else run(problem, settings)
+
+
+def _is_traced(tensors) -> bool:
+    """Whether a call with these tensors, in the order of TENSORS, is to be one node of a graph, or has shapes only."""
+    x, weight, *_ = tensors
+    if is_dtensor(x) or is_dtensor(weight):
+        return False
+    return torch.compiler.is_compiling() or shapes_only(*tensors)
+
+
+def _check_traceable(options: dict) -> None:
+    """Under torch.compile numpy's scalars are tensors, and a graph holds no option that is one: without fullgraph=True
+    the error makes torch.compile run this call by itself, between two graphs."""
+    for name, value in options.items():
+        if value is not None and not isinstance(value, (bool, int, float, str, torch.dtype)):
+            raise TypeError(
+                f"{name} must be a Python number inside torch.compile(fullgraph=True), as numpy's .item() gives"
+            )

@@ -1,0 +1,104 @@
+"""The kernels there are, one Variant each: what `python -m liger_cutedsl compile` makes and the interpreter runs."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from liger_cutedsl.epilogues import EpilogueFlags
+from liger_cutedsl.options import LogitOptions, LogProbOptions, LossOptions
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel: forward, backward or exp, its options, dtype, and whether the vocabulary's last tile is full."""
+
+    kernel: str
+    flags: EpilogueFlags
+    dtype: str = "bf16"
+    ragged: bool = False
+
+    @property
+    def options(self) -> str:
+        names = [name for name, on in asdict(self.flags).items() if on] + ["ragged"] * self.ragged
+        return "+".join(names) or "plain"
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel}/{self.dtype}/{self.options}"
+
+
+def all_variants() -> list[Variant]:
+    """Every kernel that a loss without temperature and logit scale asks for, and those of log-probabilities.
+
+    What else there is is compiled when a call comes to it.
+    """
+    return list(dict.fromkeys([*_of_losses(), *_of_log_probs()]))
+
+
+def _of_log_probs() -> list[Variant]:
+    """By themselves, with the entropy, and with all that goes with them."""
+    variants = []
+    everything = EpilogueFlags(entropy=True, sum_sq=True, smoothing=True, argmax=True)
+    for bias, softcap, scale, dtype in itertools.product(*[(False, True)] * 3, DTYPES):
+        logits = {"bias": bias, "softcap": softcap, "scale": scale}
+        for extra in (EpilogueFlags(), EpilogueFlags(entropy=True), everything):
+            flags = replace(extra, **logits)
+            if extra != everything:
+                variants.append(Variant("backward", flags, dtype))
+            for ragged in (False, True):
+                variants.append(Variant("forward", flags, dtype, ragged))
+                if not (softcap and extra.entropy):  # such a call stores no exponentials
+                    variants.append(Variant("exp", flags, dtype, ragged))
+    return variants
+
+
+def _of_losses() -> list[Variant]:
+    variants = []
+    combinations = itertools.product((False, True), (False, True), (None, False, True), DTYPES)
+    for bias, softcap, weighted, dtype in combinations:
+        flags = EpilogueFlags(bias, softcap, ce_weight=bool(weighted), smoothing=weighted is not None)
+        variants.append(Variant("backward", flags, dtype))
+        for argmax, ragged in itertools.product((False, True), (False, True)):
+            variants.append(Variant("forward", replace(flags, argmax=argmax), dtype, ragged))
+            if not (flags.softcap and flags.smoothing):  # such a call stores no exponentials
+                variants.append(Variant("exp", replace(flags, argmax=argmax), dtype, ragged))
+    return variants
+
+
+def typical_variants() -> list[Variant]:
+    """A representative few: no option, what common models use, everything at once."""
+    everything = EpilogueFlags(bias=True, softcap=True, ce_weight=True, smoothing=True)
+    all_but_softcap = replace(everything, softcap=False, argmax=True)
+    common = (EpilogueFlags(), EpilogueFlags(softcap=True), everything)
+    variants = [Variant("backward", flags) for flags in common]
+    variants += [Variant("forward", common[0]), Variant("forward", common[0], ragged=True)]
+    variants += [Variant("exp", common[0]), Variant("exp", all_but_softcap, ragged=True)]
+    variants += [Variant("exp", common[1], "fp16")]
+    variants += [Variant("forward", replace(everything, argmax=True), dtype, ragged=True) for dtype in DTYPES]
+    variants += [Variant("forward", replace(everything, argmax=True))]
+    entropy = EpilogueFlags(entropy=True)
+    per_token = EpilogueFlags(bias=True, scale=True, smoothing=True, argmax=True, entropy=True, sum_sq=True)
+    variants += [Variant("forward", entropy), Variant("exp", per_token, "fp16", ragged=True)]
+    variants += [Variant("forward", replace(per_token, softcap=True), ragged=True), Variant("backward", entropy)]
+    variants += [Variant("backward", EpilogueFlags(bias=True, softcap=True, scale=True, entropy=True))]
+    return variants
+
+
+def options_of(flags: EpilogueFlags) -> LogitOptions:
+    """Those of a call that has these flags."""
+    logits = {"softcap": 1.0 if flags.softcap else None, "temperature": 2.0 if flags.scale else 1.0}
+    if not flags.moments:
+        smoothing = 0.1 if flags.smoothing else 0.0
+        return LossOptions(**logits, label_smoothing=smoothing, return_predicted_tokens=flags.argmax)
+    return LogProbOptions(
+        **logits,
+        return_entropy=flags.entropy,
+        return_log_sum_sq_probs=flags.sum_sq,
+        return_mean_logits=flags.smoothing,
+        return_is_top1=flags.argmax,
+    )
