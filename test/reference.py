@@ -79,9 +79,10 @@ def reference(x, weight, target, bias, ce_weight, options: LossOptions, grad_out
     leaves = [None if v is None else v.detach().double().requires_grad_() for v in (x, weight, bias)]
     x, weight, bias = leaves
     ce_weight = None if ce_weight is None else ce_weight.detach().double()
-    logits = F.linear(x, weight, bias)
+    logits = options.logit_scale * F.linear(x, weight, bias)
     if options.softcap is not None:
         logits = options.softcap * torch.tanh(logits / options.softcap)
+    logits = logits / options.temperature
     valid = target != options.ignore_index
     safe = torch.where(valid, target, 0).long()
     lse = torch.logsumexp(logits, dim=-1)

@@ -1,88 +1,248 @@
 """Per-token values against float64 PyTorch: log-probabilities, entropy, selected columns; temperature, logit scale."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_cutedsl import LogProbs, fused_linear_log_probs
-from reference import GRADIENT_BOUND, LOSS_BOUND, LOSS_BOUND_FLOAT32, Case, assert_close
+import liger_cutedsl
+from liger_cutedsl import LogProbs, fused_linear_cross_entropy, fused_linear_log_probs
+from liger_cutedsl.call import Problem
+from liger_cutedsl.engines.torch_engine import TorchEngine
+from liger_cutedsl.options import LogProbOptions
+from reference import Case, assert_close, check_case
+from reference_log_probs import ALONE, EVERYTHING, LOGITS, check, expected
 
-EVERYTHING = dict(return_entropy=True, return_log_sum_sq_probs=True, return_mean_logits=True, return_is_top1=True)
-SELECTED = torch.tensor([7, 300, 7, 0, 191, 192])
-ALONE = (("log_probs",), ("entropy",), ("selected_log_probs",), ("entropy", "selected_log_probs"))
-LOGITS = {
-    "plain": {},
-    "temperature": dict(temperature=0.7),
-    "scale": dict(logit_scale=-1.5, temperature=2),
-    "cap": dict(softcap=5.0),
-    "cap, temperature and scale": dict(softcap=5.0, temperature=1.3, logit_scale=0.4),
-}
-
-
-def expected(x, weight, target, bias, selected=None, softcap=None, temperature=1.0, logit_scale=1.0, ignore_index=-100):
-    """LogProbs in float64, differentiable."""
-    u = logit_scale * F.linear(x, weight, bias)
-    z = (u if softcap is None else softcap * torch.tanh(u / softcap)) / temperature
-    log_p = F.log_softmax(z, dim=-1)
-    valid = target != ignore_index
-    safe = torch.where(valid, target, 0).long()
-    entropy = -(log_p.exp() * log_p.clamp(min=-1e300)).sum(dim=-1)
-    masked = lambda v, fill=0.0: torch.where(valid.view(-1, *[1] * (v.dim() - 1)), v, fill)  # noqa: E731
-    return LogProbs(
-        masked(log_p.gather(1, safe[:, None])[:, 0]),
-        masked(entropy),
-        None if selected is None else masked(log_p[:, selected]),
-        masked(torch.logsumexp(2 * log_p, dim=-1)),
-        masked(z.mean(dim=-1)),
-        (z.argmax(dim=-1) == target) & valid,
-    )
-
-
-def check(
-    case: Case, logits: dict, upstreams=("log_probs", "entropy", "selected_log_probs"), selected=SELECTED, **call
-):
-    x, weight, target, bias, _ = case.tensors()
-    selected = None if selected is None else selected.to(case.device)
-    got = fused_linear_log_probs(
-        x, weight, target, bias=bias, selected_token_ids=selected, **logits, **EVERYTHING, **call
-    )
-    leaves = [None if v is None else v.detach().double().requires_grad_() for v in (x, weight, bias)]
-    want = expected(leaves[0], leaves[1], target, leaves[2], selected, **logits)
-    bound = LOSS_BOUND.get(case.dtype, LOSS_BOUND_FLOAT32)
-    # log p and the mean are differences and sums of logits of this size, and exact to their rounding
-    size = 30.0 * case.tokens**0.5
-    for name, value in zip(LogProbs._fields, got, strict=True):
-        reference = getattr(want, name)
-        if reference is None:
-            assert value is None
-        elif reference.dtype == torch.bool:
-            assert torch.equal(value, reference), name
-        else:
-            assert value.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
-            assert_close(value, reference, bound, name, size=size)
-    g = torch.Generator().manual_seed(3)
-    loss, reference_loss = 0.0, 0.0
-    for name in upstreams:
-        up = torch.randn(getattr(want, name).shape, generator=g, dtype=torch.float64).to(case.device)
-        loss = loss + (getattr(got, name) * up.to(getattr(got, name).dtype)).sum()
-        reference_loss = reference_loss + (getattr(want, name) * up).sum()
-    present = [v for v in (x, weight, bias) if v is not None]
-    grads = torch.autograd.grad(loss, present)
-    wants = torch.autograd.grad(reference_loss, [v for v in leaves if v is not None])
-    for name, grad, reference in zip(("dx", "dW", "db"), grads, wants, strict=False):
-        # upstream gradients of random signs: a few rows dominate, so both roundings may be whole ones at once
-        twice = 2 if case.dtype.itemsize == 2 else 1
-        assert_close(grad, reference, twice * GRADIENT_BOUND[case.dtype], name)
-    return got, grads
+X, W = torch.randn(6, 16, dtype=torch.float64), torch.randn(40, 16, dtype=torch.float64)
+T = torch.tensor([3, -100, 39, 0, 7, -100])
 
 
 @pytest.mark.parametrize("logits", LOGITS.values(), ids=LOGITS)
-@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16))
-def test_values_and_gradients(dtype, logits):
-    for bias in (False, True):
-        check(Case(dtype=dtype, bias=bias), logits)
+def test_values_and_gradients(place, logits):
+    for dtype in place.dtypes:
+        for bias in (False, True):
+            check(Case(dtype=dtype, device=place.device, bias=bias), logits, **place.call)
 
 
-@pytest.mark.parametrize("names", ALONE)
-def test_each_gradient_alone(names):
-    check(Case(bias=True), LOGITS["cap, temperature and scale"], names)
+@pytest.mark.parametrize("names", ALONE, ids="-".join)
+def test_each_gradient_alone(place, names):
+    dtype = place.dtypes[0]
+    check(Case(dtype=dtype, device=place.device, bias=True), LOGITS["cap, temperature and scale"], names, **place.call)
+
+
+@pytest.mark.parametrize("logits", [LOGITS["scale"], LOGITS["cap, temperature and scale"]], ids=["scale", "all"])
+def test_the_loss_of_scaled_logits(place, logits):
+    """Every option of the loss counts with the scaled logits' lse and p."""
+    for dtype in place.dtypes:
+        for options in ({}, dict(label_smoothing=0.1, lse_square_scale=1e-2, use_token_scaling=True)):
+            case = Case(dtype=dtype, device=place.device, bias=True, options=options | logits)
+            check_case(case, may_cancel=bool(options), **place.call)
+
+
+def rows_of_logits():
+    """Uniform, peaked and in between, with offsets of ±10³."""
+    base = torch.randn(7, 5000)
+    base[0] = 0.25
+    base[1, 17] = 60.0
+    base[2, 17] = 18.0
+    base[3] *= 5.0
+    base[4] += 1000.0
+    base[5] = base[3] - 1000.0
+    base[6] = base[2] + 1000.0
+    return base
+
+
+@pytest.mark.parametrize("width", [192, 5000])
+def test_entropy_of_the_same_logits(width):
+    """Against float64 on the float32 logits: a product with the identity makes them exactly."""
+    z = rows_of_logits()
+    problem = Problem(
+        torch.eye(7),
+        z.t().contiguous(),
+        torch.zeros(7, dtype=torch.int64),
+        options=LogProbOptions(return_entropy=True, return_log_sum_sq_probs=True),
+        dense=True,
+    )
+    stats = TorchEngine().row_statistics(problem, width).finished()
+    log_p = F.log_softmax(z.double(), dim=-1)
+    entropy = -(log_p.exp() * log_p).sum(dim=-1)
+    assert ((stats.entropy - entropy).abs() <= 1e-5 * entropy + 5e-7).all(), (stats.entropy, entropy)
+    squares = torch.logsumexp(2 * log_p, dim=-1)
+    # log Σ e^(z−m) counts twice in it
+    assert ((stats.log_sum_sq - squares).abs() <= 2 * (1e-5 * squares.abs() + 5e-7)).all()
+    out = torch.empty(7, 5000)
+    chunk, _ = TorchEngine().exp_chunk(problem, out)
+    assert ((chunk.finished().entropy - entropy).abs() <= 1e-5 * entropy + 5e-7).all()
+
+
+def test_masked_logits():
+    """A bias of −∞, in whole tiles and all but one column: no NaN, and a row with one column left has no entropy."""
+    bias = torch.zeros(1000)
+    bias[100:900] = -torch.inf
+    x, weight = torch.randn(5, 8), torch.randn(1000, 8)
+    got = fused_linear_log_probs(x, weight, torch.arange(5), bias=bias, **EVERYTHING)
+    kept = torch.cat([torch.arange(100), torch.arange(900, 1000)])
+    want = expected(x.double(), weight[kept].double(), torch.arange(5), None)
+    assert_close(got.log_probs, want.log_probs, 1e-6, "log_probs")
+    assert_close(got.entropy, want.entropy, 1e-6, "entropy")
+    assert torch.isneginf(got.mean_logits).all()
+    bias[1:] = -torch.inf
+    leaf = x.clone().requires_grad_()
+    got = fused_linear_log_probs(leaf, weight, torch.zeros(5, dtype=torch.int64), bias=bias, return_entropy=True)
+    (got.entropy.sum() + got.log_probs.sum()).backward()
+    assert torch.equal(got.entropy, torch.zeros(5)) and torch.equal(leaf.grad, torch.zeros(5, 8))
+
+
+def test_shapes_and_ignored_rows():
+    x = X.view(2, 3, 16).clone()
+    x[0, 1] = torch.nan  # an ignored row
+    leaf, weight = x.requires_grad_(), W.clone().requires_grad_()
+    got = fused_linear_log_probs(leaf, weight, T.view(2, 3), selected_token_ids=torch.tensor([1, 1]), **EVERYTHING)
+    assert isinstance(got, LogProbs) and got.selected_log_probs.shape == (2, 3, 2)
+    for value in got:
+        assert value.shape[:2] == (2, 3) and not value.view(6, -1)[[1, 5]].any()
+    got.selected_log_probs.sum().backward()
+    assert not leaf.grad.view(6, 16)[[1, 5]].any() and weight.grad.isfinite().all()
+    alone = fused_linear_log_probs(X, W, T)
+    assert isinstance(alone, torch.Tensor) and torch.equal(alone == 0, T == -100)
+
+
+def test_no_tokens():
+    x, weight = X[:0].clone().requires_grad_(), W.clone().requires_grad_()
+    got = fused_linear_log_probs(x, weight, T[:0], selected_token_ids=torch.tensor([1]), **EVERYTHING)
+    (got.log_probs.sum() + got.entropy.sum() + got.selected_log_probs.sum()).backward()
+    assert x.grad.shape == (0, 16) and torch.equal(weight.grad, torch.zeros_like(W))
+
+
+def test_no_selected_columns():
+    got = fused_linear_log_probs(X, W, T, selected_token_ids=torch.empty(0, dtype=torch.int64))
+    assert got.selected_log_probs.shape == (6, 0)
+
+
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        (dict(temperature=0.0), "temperature must be greater than 0, got 0.0"),
+        (dict(temperature=torch.tensor(1.0)), "temperature must be a finite number"),
+        (dict(temperature=True), "temperature must be a finite number, got True"),
+        (dict(temperature=float("inf")), "temperature must be a finite number, got inf"),
+        (dict(logit_scale=float("nan")), "logit_scale must be a finite number, got nan"),
+        (dict(return_entropy=1), "return_entropy must be True or False, got 1"),
+        (dict(selected_token_ids=[1]), "selected_token_ids must be a torch.Tensor or None"),
+        (
+            dict(selected_token_ids=torch.tensor([40])),
+            r"selected_token_ids must lie in \[0, 40\), the vocabulary, got 40",
+        ),
+        (dict(selected_token_ids=torch.tensor([[1]])), r"selected_token_ids must be int64 of shape \(K,\)"),
+        (dict(selected_token_ids=torch.tensor([1], dtype=torch.int32)), "selected_token_ids must be int64"),
+        (dict(engine="triton"), "engine 'triton' was asked for but cannot run this call"),
+        (dict(schedule="single_pass"), "reduction='none'"),
+        (dict(entropy=True), "did you mean 'return_entropy'"),
+    ],
+)
+def test_refusals(arguments, error):
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=error):
+        fused_linear_log_probs(X.clone().requires_grad_(), W, T, **arguments)
+
+
+def test_a_temperature_from_numpy_and_an_int():
+    want = expected(X, W, T, None, temperature=2).log_probs
+    for temperature in (2, np.float32(2), np.int64(2)):
+        assert_close(fused_linear_log_probs(X, W, T, temperature=temperature), want, 1e-9, "log_probs")
+
+
+def test_a_scale_of_zero():
+    """All logits are equal: log p is −log V, the entropy log V, and no gradient is left."""
+    x, weight = X.clone().requires_grad_(), W.clone().requires_grad_()
+    got = fused_linear_log_probs(x, weight, T.clamp(min=0), logit_scale=0, return_entropy=True)
+    assert_close(got.entropy, torch.full((6,), 40.0, dtype=torch.float64).log(), 1e-12, "entropy")
+    (got.entropy.sum() + got.log_probs.sum()).backward()
+    assert not x.grad.any() and not weight.grad.any()
+
+
+def test_second_derivatives_are_refused():
+    x = X.clone().requires_grad_()
+    got = fused_linear_log_probs(x, W, T, return_entropy=True)
+    (dx,) = torch.autograd.grad(got.entropy.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        dx.sum().backward()
+
+
+def test_twice_through_one_graph():
+    x = X.clone().requires_grad_()
+    got = fused_linear_log_probs(x, W, T, return_entropy=True)
+    first = torch.autograd.grad(got.entropy.sum(), x, retain_graph=True)[0]
+    got_both = torch.autograd.grad(got.entropy.sum() + got.log_probs.sum(), x)[0]
+    only = torch.autograd.grad(fused_linear_log_probs(x, W, T).sum(), x)[0]
+    assert_close(got_both, first + only, 1e-9, "dx")
+
+
+def test_under_autocast():
+    """fp32 inputs are multiplied in autocast's dtype; gradients come in their own."""
+    case = Case(dtype=torch.float32, bias=True)
+    x, weight, target, bias, _ = case.tensors()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = fused_linear_log_probs(x, weight, target, bias=bias, return_entropy=True)
+    rounded = [v.detach().bfloat16().double().requires_grad_() for v in (x, weight)]
+    want = expected(*rounded, target, bias.detach().double())
+    assert_close(got.entropy, want.entropy, 1e-5, "entropy")
+    (got.entropy.sum() + 2 * got.log_probs.sum()).backward()
+    grads = torch.autograd.grad(want.entropy.sum() + 2 * want.log_probs.sum(), rounded)
+    for leaf, grad in zip((x, weight), grads, strict=True):
+        assert leaf.grad.dtype == torch.float32
+        assert_close(leaf.grad, grad, 1e-5, "gradient")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(backend):
+    """One graph: every result and gradient as in eager mode, alone and together; then a second call with other options."""
+
+    def both(x, weight, target, bias, selected, names):
+        got = fused_linear_log_probs(
+            x, weight, target, bias=bias, selected_token_ids=selected, softcap=5.0, temperature=0.8, **EVERYTHING
+        )
+        return sum(getattr(got, name).square().sum() for name in names), got
+
+    compiled = torch.compile(both, backend=backend, fullgraph=True)
+    selected = torch.tensor([3, 3, 200])
+    for names in ALONE:
+        x, weight, target, bias, _ = Case(dtype=torch.float32, bias=True).tensors()
+        results = []
+        for function in (both, compiled):
+            loss, values = function(x, weight, target, bias, selected, names)
+            results.append((*values, *torch.autograd.grad(loss, (x, weight, bias))))
+        for eager, other in zip(*results, strict=True):
+            assert other.dtype == eager.dtype
+            torch.testing.assert_close(other, eager, rtol=1e-5, atol=1e-5)
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def plain(x, weight, target):
+        return fused_linear_log_probs(x, weight, target)
+
+    with torch.no_grad():
+        torch.testing.assert_close(plain(x, weight, target), fused_linear_log_probs(x, weight, target))
+
+
+def test_shapes_without_data():
+    with torch.device("meta"):
+        got = fused_linear_log_probs(
+            torch.empty(2, 3, 16), torch.empty(40, 16), torch.empty(2, 3, dtype=torch.int64), **EVERYTHING
+        )
+    assert got.entropy.shape == (2, 3) and got.is_top1.dtype == torch.bool and got.entropy.is_meta
+
+
+def test_another_call_before_does_not_matter():
+    """Gradients with and without the entropy's take other kernels, with and without a temperature too."""
+    case, logits = Case(dtype=torch.bfloat16), (LOGITS["plain"], LOGITS["temperature"])
+    alone = {(i, names): check(case, logits[i], names)[1] for i in (0, 1) for names in ALONE}
+    for (i, names), grads in reversed(alone.items()):
+        assert all(map(torch.equal, check(case, logits[i], names)[1], grads))
+
+
+def test_the_liger_engine_is_not_asked(monkeypatch):
+    """A loss with a temperature runs where Liger's operator, which has none, would."""
+    problem = Problem(X, W, T, options=LogProbOptions())
+    task = liger_cutedsl.schedules.schedule.Task(problem, None, liger_cutedsl.route.Settings())
+    assert "not" not in (liger_cutedsl.routing.triton_obstacle(task) or "not")
+    loss = fused_linear_cross_entropy(X, W, T, temperature=3.0)
+    assert_close(loss, -expected(X, W, T, None, temperature=3.0).log_probs.sum() / 4, 1e-12, "loss")

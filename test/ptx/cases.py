@@ -110,16 +110,16 @@ CASES = {
 }
 
 
-def make(case: Case):
-    """The case's Problem: every 17th target ignored, the first few at edges of tiles."""
+def make(case: Case, normal=torch.randn):
+    """The case's Problem: every 17th target ignored, the first few at edges of tiles. normal: torch.randn, or alike."""
     g, flags = torch.Generator().manual_seed(case.seed), case.flags
     n, vocab, dtype = case.n, case.vocab, DTYPES[case.dtype]
-    x = (torch.randn(n, case.hidden, generator=g) * case.scale).to(dtype)
-    weight = (torch.randn(vocab, case.hidden, generator=g) * 0.5).to(dtype)
+    x = (normal(n, case.hidden, generator=g) * case.scale).to(dtype)
+    weight = (normal(vocab, case.hidden, generator=g) * 0.5).to(dtype)
     if case.negative:
         x, weight = x.abs(), -weight.abs()
-    bias = torch.randn(vocab, generator=g) if flags.bias else None
-    ce_weight = torch.randn(vocab, generator=g).abs() + 0.5 if flags.ce_weight else None
+    bias = normal(vocab, generator=g) if flags.bias else None
+    ce_weight = normal(vocab, generator=g).abs() + 0.5 if flags.ce_weight else None
     target = torch.randint(0, vocab, (n,), generator=g)
     target[::17] = -100
     edges = (case.targets or (0, vocab - 1, vocab // 2, min(255, vocab - 1), 2**31 - 1, -1))[:n]

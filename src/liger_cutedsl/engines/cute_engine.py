@@ -261,6 +261,7 @@ def tile_of(kernel: str, tensor: torch.Tensor) -> GemmTile:
     return architecture_of(tensor.device).tile(kernel)
 
 
+@functools.cache
 def architecture_of(device: torch.device) -> Architecture:
     """The device's row, or that of QUACK_ARCH's architecture, where it is set: there need not be a GPU then."""
     return to_compile_for(get_device_capacity(device))
