@@ -20,6 +20,7 @@ from tqdm import tqdm
 from benchmark import report, roofline
 from benchmark.implementations import IMPLEMENTATIONS
 from benchmark.measure import DISTRIBUTIONS, gradient_errors, measure
+from benchmark.per_token import PER_TOKEN, per_token_errors
 from benchmark.records import RESULTS, environment, read, slug
 from benchmark.sweeps import Measurement, cpu_sweeps, gpu_sweeps, quick_sweeps
 
@@ -29,7 +30,7 @@ ACCURACY = ("recompute", "single_pass", "liger-triton", "quack-base", "quack-exp
 def rows_of(measurement: Measurement, device: str):
     """JSON-ready rows of one shape, ratios to its floor included."""
     shape = measurement.shape
-    chosen = [IMPLEMENTATIONS[name] for name in measurement.implementations]
+    chosen = [(IMPLEMENTATIONS | PER_TOKEN)[name] for name in measurement.implementations]
     measured = measure(chosen, shape, measurement.rounds, device)
     floor = measured["floor"].ms if "floor" in measured else float("nan")
     for name, row in measured.items():
@@ -67,6 +68,17 @@ def accuracy_rows(device: str, **sizes):
             yield row
 
 
+def per_token_accuracy_rows(device: str, **sizes):
+    for distribution in ("std 1", "std 5"):
+        for name in PER_TOKEN:
+            row = {"kind": "per-token accuracy", "distribution": distribution, "implementation": name, "skipped": ""}
+            try:
+                row.update(per_token_errors(name, distribution, device, **sizes))
+            except Exception as error:
+                row["skipped"] = f"{type(error).__name__}: {error}"[:200]
+            yield row
+
+
 def _finite(value: float):
     return round(value, 4) if math.isfinite(value) else None
 
@@ -91,7 +103,8 @@ def run(chosen) -> int:
                 out.write(json.dumps(row) + "\n")
             out.flush()
         if not chosen.quick and not chosen.sweep and not any(r["kind"] == "accuracy" for r in read(path)):
-            for row in tqdm(accuracy_rows(device, **(dict(tokens=64, vocab=500, hidden=32) if chosen.cpu else {}))):
+            sizes = dict(tokens=64, vocab=500, hidden=32) if chosen.cpu else {}
+            for row in tqdm([*accuracy_rows(device, **sizes), *per_token_accuracy_rows(device, **sizes)]):
                 out.write(json.dumps(row) + "\n")
     print(report.text_table(read(path)))
     return 0

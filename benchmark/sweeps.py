@@ -8,6 +8,7 @@ import torch
 
 from benchmark.implementations import OPTIONS
 from benchmark.measure import Shape
+from benchmark.per_token import PER_TOKEN
 
 PEERS = ("floor", "single_pass", "recompute", "liger-triton", "quack-base", "quack-exp-2048", "cce", "torch")
 OURS = ("floor", "single_pass", "recompute")
@@ -86,9 +87,25 @@ def gpu_sweeps() -> list[Measurement]:
         shape = Shape(4096, 32000, 2048, dtype)
         ours = OURS if dtype.itemsize == 2 else OURS[:2]  # float32 runs on Liger's Triton operator
         found.append(Measurement("dtypes", str(dtype).removeprefix("torch."), shape, (*ours, "liger-triton")))
+    found += per_token_sweep()
     # the first shape once more, at the other end of the run
     found.append(Measurement("repeat", "forward + backward", REFERENCE, (*PEERS[:6], "single_pass-288"), 9))
     return found
+
+
+def per_token_sweep() -> list[Measurement]:
+    heads = (
+        ("Llama-3 8B", REFERENCE),
+        ("Qwen3 4B", Shape(8192, 151936, 2560)),
+        ("Qwen2.5 0.5B", Shape(8192, 151936, 896)),
+        ("Llama-3 8B, N=2048", replace(REFERENCE, tokens=2048)),
+    )
+    compared = ("floor", *PER_TOKEN)
+    return [
+        Measurement("per token", f"{label}, {kind}", replace(shape, forward_only=forward), compared)
+        for label, shape in heads
+        for kind, forward in (("forward", True), ("forward + backward", False))
+    ]
 
 
 def quick_sweeps() -> list[Measurement]:
@@ -98,6 +115,7 @@ def quick_sweeps() -> list[Measurement]:
 def cpu_sweeps() -> list[Measurement]:
     shape = Shape(64, 1000, 32, torch.float32)
     return [
+        Measurement("cpu", "per token", shape, ("floor", *PER_TOKEN), 3),
         Measurement(
             "cpu", "forward + backward", shape, ("floor", "single_pass", "recompute", "liger-triton", "torch"), 3
         ),

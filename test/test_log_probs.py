@@ -195,7 +195,7 @@ def test_under_autocast():
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(backend):
-    """One graph: every result and gradient as in eager mode, alone and together; then a second call with other options."""
+    """One graph: every result and gradient as in eager mode, alone and together; then a call with other options."""
 
     def both(x, weight, target, bias, selected, names):
         got = fused_linear_log_probs(

@@ -15,8 +15,16 @@ import torch
 import torch.distributed as dist
 
 import liger_cutedsl
-from liger_cutedsl import LossOptions, vocab_parallel_fused_linear_cross_entropy
+from liger_cutedsl import (
+    LogProbs,
+    LossOptions,
+    fused_linear_log_probs,
+    vocab_parallel_fused_linear_cross_entropy,
+    vocab_parallel_fused_linear_log_probs,
+)
 from reference import GRADIENT_BOUND, LOSS_BOUND, LOSS_BOUND_FLOAT32, Case, assert_close, check_predictions, reference
+from reference_log_probs import EVERYTHING, LOGITS
+from reference_log_probs import expected as expected_log_probs
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ON_GPU = os.environ.get("DEVICE") == "cuda"
@@ -105,6 +113,39 @@ def suite_options():
             vectors_of = dict(bias=vectors[0], ce_weight=vectors[1])
             case = Case(vocab=vocab // WORLD * WORLD, dtype=dtype, options=options, **vectors_of, **SIZES)
             check(case, shards(case.vocab, "equal"), workspace_mb=workspace_mb)
+
+
+def suite_log_probs():
+    """Per-token values and their gradients, over shards of all kinds, one of them a DTensor's."""
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    mesh = init_device_mesh("cuda" if ON_GPU else "cpu", (WORLD,), mesh_dim_names=("tp",))
+    for logits, dtype, kind in itertools.product(LOGITS.values(), DTYPES[:1], ("equal", "uneven", "dtensor")):
+        case = Case(vocab=300 // WORLD * WORLD, dtype=dtype, bias=True, **SIZES)
+        bounds = shards(case.vocab, "equal" if kind == "dtensor" else kind)
+        rows = slice(bounds[RANK], bounds[RANK + 1])
+        x, weight, target, bias, _ = case.tensors()
+        selected = torch.tensor([case.vocab - 1, 0, 7, 0], device=DEVICE)
+        own = [v.detach()[rows].clone().requires_grad_() for v in (weight, bias)]
+        call = dict(selected_token_ids=selected, **logits, **EVERYTHING)
+        if kind == "dtensor":
+            heads = [DTensor.from_local(v, mesh, [Shard(0)]) for v in own]
+            got = fused_linear_log_probs(x, heads[0], target, bias=heads[1], **call)
+        else:
+            got = vocab_parallel_fused_linear_log_probs(x, own[0], target, bias=own[1], workspace_mb=0.01, **call)
+        leaves = [v.detach().double().requires_grad_() for v in (x, weight, bias)]
+        want = expected_log_probs(leaves[0], leaves[1], target, leaves[2], selected, **logits)
+        bound, loss_bound = GRADIENT_BOUND[dtype], LOSS_BOUND.get(dtype, LOSS_BOUND_FLOAT32)
+        assert torch.equal(got.is_top1, want.is_top1)
+        for name in LogProbs._fields[:-1]:
+            assert_close(getattr(got, name), getattr(want, name), loss_bound, name, size=30 * case.tokens**0.5)
+        losses = [sum((v * (i + 1)).square().sum() for i, v in enumerate(values[:3])) for values in (got, want)]
+        losses[0].backward()
+        grads = torch.autograd.grad(losses[1], leaves)
+        wanted = (grads[0], grads[1][rows], grads[2][rows])
+        for name, leaf, grad in zip(("dx", "dW", "db"), (x, *own), wanted, strict=True):
+            twice = 2 if ON_GPU else 1
+            assert_close(leaf.grad, grad, twice * bound, name, size=float(grad.norm()))
 
 
 def suite_shards():

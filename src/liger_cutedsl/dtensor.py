@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from liger_cutedsl.autograd import between_graphs, run
-from liger_cutedsl.call import VECTORS, Problem, is_dtensor
+from liger_cutedsl.call import TENSORS, VECTORS, Problem, is_dtensor
 from liger_cutedsl.route import Settings
 from liger_cutedsl.shards import VocabShard
 from liger_cutedsl.split import SplitVocabulary
@@ -101,7 +101,7 @@ def _run_replicated(problem: Problem, settings: Settings) -> NamedTuple:
     from torch.distributed.tensor import Replicate
 
     local = {}
-    for name in ("x", "weight", "target", *VECTORS):
+    for name in TENSORS:
         value = local[name] = getattr(problem, name)
         if is_dtensor(value):
             if any(placement != Replicate() for placement in value.placements):
@@ -145,6 +145,7 @@ def _run_sharded(problem: Problem, dim: int, settings: Settings) -> NamedTuple:
         shard_of("bias", problem.bias),
         shard_of("ce_weight", problem.ce_weight),
         problem.options,
+        selected_token_ids=replicated("selected_token_ids", problem.selected_token_ids),
     )
     place = mesh.get_group(dim), _first_row(weight, dim), weight.shape[0]
     return run(local, settings, lambda problem: SplitVocabulary(VocabShard.of(problem, *place)))

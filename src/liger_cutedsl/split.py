@@ -114,7 +114,9 @@ class SplitVocabulary:
         self.vocab = sys.maxsize if shard.reads else shard.vocab
 
     def local(self, problem: Problem) -> Problem:
-        shifted = replace(problem, target=problem.target - self.shard.start)
+        ids, start = problem.selected_token_ids, self.shard.start
+        moved = None if ids is None else ids - start
+        shifted = replace(problem, target=problem.target - start, selected_token_ids=moved)
         return shifted.of_columns(slice(0, self.shard.valid))
 
     def combine(self, stats: RowStatistics, problem: Problem, local: Problem) -> tuple[RowStatistics, RowWeights]:
