@@ -377,6 +377,15 @@ def test_a_cpu_call_is_trls_own(enabled, caplog):
     assert said.startswith("ChunkedLogProbFunction runs as it was before") and "cpu tensors" in said
 
 
+def test_a_trl_without_a_head_for_the_cpu_leaves_it_to_ours(enabled, monkeypatch):
+    """TRL 1.15, whose head is Triton's alone."""
+    monkeypatch.delattr(HOME, "_use_triton")
+    x, w, _, target = inputs()
+    log_probs, *_ = kernels.ChunkedLogProbFunction.apply(x, w, None, target, 0.7, CHUNK)
+    assert "ChunkedLogProb" not in type(log_probs.grad_fn).__name__
+    assert largest_error(log_probs, reference(*in_float64(x, w), target, temperature=0.7).log_probs) <= FLOAT32 * 60
+
+
 @pytest.fixture
 def calls_of_trls(monkeypatch):
     """What reaches TRL's own class."""

@@ -24,7 +24,7 @@ from training_worker import LINES, TOKENIZER, tiny
 STEPS = 2
 transformers.logging.disable_progress_bar()
 # Losses and gradients of two right float32 kernels differ by the rounding of the logits' sums, which two steps of
-# training carry on.
+# training carry on. A policy gradient's loss is a sum of terms of size ten that cancel: off by 1e-5 at the most.
 BOUND = 1e-4
 WORDS = [" ".join(line.split()[:8]) for line in LINES if len(line.split()) >= 8][:16]
 SAVED = tempfile.mkdtemp()  # from where the trainers load a reference model
@@ -129,7 +129,7 @@ def compare(make, compact):
     for theirs, mine in zip(logged, ours_logged, strict=True):
         assert len(theirs) >= 2
         for a, b in zip(theirs, mine, strict=True):
-            assert abs(a - b) <= BOUND * max(abs(a), 1e-2), (make.__name__, compact, logged, ours_logged)
+            assert abs(a - b) <= BOUND * max(abs(a), 0.1), (make.__name__, compact, logged, ours_logged)
     for theirs, mine in zip(gradients, ours_gradients, strict=True):
         assert theirs.keys() == mine.keys() and "lm_head.weight" in theirs
         size = max(g.norm() for g in theirs.values())

@@ -18,6 +18,7 @@ import torch
 from liger_cutedsl.api_log_probs import fused_linear_log_probs
 from liger_cutedsl.autograd import run
 from liger_cutedsl.call import Problem, WantedGradients, product_dtype
+from liger_cutedsl.compat import trl_runs_on
 from liger_cutedsl.liger import drop_in
 from liger_cutedsl.log_probs import LogProbs
 from liger_cutedsl.options import LogProbOptions
@@ -102,7 +103,7 @@ def _run(tensors, chunk_size, options: dict, flags: dict) -> tuple[LogProbs | No
         problem = _problem(hidden, weight, bias, targets, options)
         settings = drop_in.settings_within(original_bytes(problem, chunk_size))
         reason = drop_in.obstacle(problem, settings)
-        if reason is not None:
+        if reason is not None and trl_runs_on(problem.device):
             return None, reason
         return run(problem, settings, None, _gathering(weight, bias)), ""
 
