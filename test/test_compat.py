@@ -76,7 +76,7 @@ def test_every_private_name_is_listed():
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"_\w+", node.value):
             used.add(node.value)
     used = {name for name in used if re.match(r"_[A-Za-z]", name)} - own
-    assert used == listed
+    assert used == listed - {"_dynamo"}  # on the way to an attribute that is set without importing it
     assert {"_pop_mode", "_DISCOVERY_MAP", "_CachedTorchDispatchMode"} <= used, "this test sees all three kinds"
 
 

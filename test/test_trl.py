@@ -5,6 +5,7 @@ import importlib
 import subprocess
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from per_token import FLOAT32, error, in_float64, largest_error, peak_of, refere
 kernels = pytest.importorskip("trl.kernels", reason="TRL 1.15 or later is not installed")
 HOME = importlib.import_module(trl.HOME)
 TOKENS, HIDDEN, VOCAB, CHUNK = 64, 32, 128, 32
+trls_on_a_cpu = pytest.mark.skipif(
+    not hasattr(HOME, "_use_triton"), reason="TRL's own head runs on a CPU from TRL 1.16 on"
+)
 
 
 @pytest.fixture
@@ -155,6 +159,7 @@ BFLOAT16 = {
 }
 
 
+@trls_on_a_cpu
 @pytest.mark.parametrize("case", BFLOAT16)
 def test_bfloat16_is_no_further_from_float64_than_trls(ours, case):
     options = dict(BFLOAT16[case])
@@ -334,6 +339,27 @@ def test_compiled_it_is_one_graph(ours):
         assert error(leaf.grad, leaf64.grad) <= FLOAT32 * 30
 
 
+@trls_on_a_cpu
+def test_compiled_a_cpu_call_is_trls_own(enabled):
+    """In the graph too, in which TRL's kernel is one where its tiles divide the vocabulary."""
+    x, w, _, target = inputs()
+    y, v, *_ = inputs()
+
+    def head(x, w, apply):
+        return loss_of(*apply(torch.tanh(x), w, None, target, 0.7, VOCAB)[:2])
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, w: head(x, w, kernels.ChunkedLogProbFunction.apply), fullgraph=True)
+    with mock.patch.object(trl, "fused_linear_log_probs", side_effect=AssertionError("TRL's own was to run")):
+        loss = compiled(x, w)
+    loss.backward()
+    eager = head(y, v, HOME.ChunkedLogProbFunction.apply)
+    eager.backward()
+    assert error(loss, eager) <= FLOAT32
+    assert error(x.grad, y.grad) <= FLOAT32 * 30 and error(w.grad, v.grad) <= FLOAT32 * 30
+
+
+@trls_on_a_cpu
 @pytest.mark.slow
 def test_trls_head_is_one_graph(ours, monkeypatch):
     """A model with TRL's fused head on it, its whole forward compiled by inductor."""
@@ -365,6 +391,7 @@ def test_trls_head_is_one_graph(ours, monkeypatch):
 # What is not ours
 
 
+@trls_on_a_cpu
 def test_a_cpu_call_is_trls_own(enabled, caplog):
     """Without an engine that is asked for: ours would be no faster here. The log says why, once."""
     drop_in.forget_notes()
@@ -377,6 +404,7 @@ def test_a_cpu_call_is_trls_own(enabled, caplog):
     assert said.startswith("ChunkedLogProbFunction runs as it was before") and "cpu tensors" in said
 
 
+@trls_on_a_cpu
 def test_a_trl_without_a_head_for_the_cpu_leaves_it_to_ours(enabled, monkeypatch):
     """TRL 1.15, whose head is Triton's alone."""
     monkeypatch.delattr(HOME, "_use_triton")
@@ -414,6 +442,7 @@ OUTSIDE = {
 }
 
 
+@trls_on_a_cpu
 @pytest.mark.parametrize("case", OUTSIDE)
 def test_a_value_outside_our_options_is_trls(enabled, calls_of_trls, case, monkeypatch):
     x, w, _, target = inputs()
@@ -425,6 +454,7 @@ def test_a_value_outside_our_options_is_trls(enabled, calls_of_trls, case, monke
         kernels.ChunkedLogProbFunction.apply(*arguments)
 
 
+@trls_on_a_cpu
 def test_where_the_kernels_run_ours_does(enabled, calls_of_trls):
     """As on a GPU: the CuTe engine is possible, and the torch engine stands in for it."""
     from liger_cutedsl import testing
@@ -444,6 +474,7 @@ def test_where_the_kernels_run_ours_does(enabled, calls_of_trls):
 # Memory
 
 
+@trls_on_a_cpu
 @pytest.mark.parametrize("trained", ["all", "hidden", "none"])
 @pytest.mark.parametrize("kind", ["bfloat16", "autocast", "float32"])
 def test_the_budget_is_what_trl_takes(kind, trained, monkeypatch):
