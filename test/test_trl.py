@@ -180,6 +180,20 @@ def test_bfloat16_is_no_further_from_float64_than_trls(ours, case):
     assert errors[0][0] < errors[1][0] / 10 and errors[0][0] <= 1e-4, errors
 
 
+@pytest.mark.parametrize("kind", ["autocast", "bfloat16 before float32"])
+def test_the_weight_itself_is_multiplied_and_saved(ours, kind):
+    """ZeRO-3 gathers it again, and a cast of the whole would be a copy that TRL does not make."""
+    x, w, _, target = inputs(torch.float32 if kind == "autocast" else torch.bfloat16, weight_dtype=torch.float32)
+    with (
+        mock.patch.object(trl, "run", wraps=trl.run) as run,
+        torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "autocast"),
+    ):
+        log_probs, *_ = ours.apply(x, w, None, target, 1.0, CHUNK)
+    assert run.call_args.args[0].weight is w and run.call_args.args[0].x is x
+    want = reference(*in_float64(x.bfloat16(), w.bfloat16()), target)
+    assert largest_error(log_probs, want.log_probs) <= FLOAT32 * 60
+
+
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_autocast(ours, kind):
     """TRL's default: float32 parameters and hidden states, multiplied in 16 bits; backward outside of the context."""
