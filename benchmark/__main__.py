@@ -3,6 +3,7 @@
 python -m benchmark                 every sweep, into benchmark/results/<gpu>.json; resumes where it stopped
 python -m benchmark --quick         one shape, under two minutes        --cpu    the harness without a GPU
 python -m benchmark report          writes README's tables and the plots from the committed results
+python -m benchmark steps           whole training steps of Hugging Face models    (--model NAME, --cpu, --out)
 python -m benchmark roofline        predicted times, checked against the measured ones
 """
 
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmark import report, roofline
+from benchmark import report, roofline, steps
 from benchmark.implementations import IMPLEMENTATIONS
 from benchmark.measure import DISTRIBUTIONS, gradient_errors, measure
 from benchmark.per_token import PER_TOKEN, per_token_errors
@@ -114,10 +115,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", nargs="?", choices=("run", "report", "roofline"), default="run")
+    parser.add_argument("command", nargs="?", choices=("run", "report", "roofline", "steps"), default="run")
     parser.add_argument("--quick", action="store_true", help="one shape, under two minutes")
     parser.add_argument("--cpu", action="store_true", help="small shapes on the CPU")
     parser.add_argument("--sweep", action="append", help="only this sweep; may be given more than once")
+    parser.add_argument("--model", action="append", choices=sorted(steps.MODELS), help="for steps, likewise")
     parser.add_argument("--out", help="the JSON lines file to write, or to continue")
     parser.add_argument("--gpu", default="h200", choices=sorted(roofline.GPUS), help="for roofline")
     chosen = parser.parse_args(arguments)
@@ -125,6 +127,8 @@ def main(arguments: list[str] | None = None) -> int:
         return report.main()
     if chosen.command == "roofline":
         return roofline.main(chosen.gpu)
+    if chosen.command == "steps":
+        return steps.main(chosen.cpu, chosen.model, chosen.out)
     return run(chosen)
 
 

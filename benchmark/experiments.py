@@ -76,7 +76,7 @@ class _Chunk:
         matmul(self.e, self.problem.weight, out=self.dx[self.rows])
 
     def add_dw(self) -> None:
-        matmul(self.e.t(), self.problem.x, out=self.dw, accumulate=self.rows.start > 0)
+        matmul(self.e.t(), self.problem.x, out=self.dw, beta=float(self.rows.start > 0))
 
 
 class _WithStep:

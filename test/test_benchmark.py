@@ -158,3 +158,25 @@ def test_results_are_json_lines_with_a_command():
         json.loads(line)
     assert "torchrun" in read(X2)[0]["command"]
     assert any("python -m benchmark" in r.get("command", "") for r in read(H200))
+
+
+def test_whole_steps_of_a_tiny_model(tmp_path, capsys):
+    """Each way in its own process. On a CPU Liger's own loss does not run, and the reason is given."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("liger_kernel")
+    path = tmp_path / "steps.json"
+    assert main(["steps", "--cpu", "--out", str(path)]) == 0
+    rows = {row["way"]: row for row in read(path) if row["kind"] == "step"}
+    assert list(rows) == ["plain", "liger", "enable", "variable"]
+    assert rows["liger"]["skipped"]
+    for way in ("enable", "variable"):
+        row = rows[way]
+        assert not row["skipped"], row
+        # float32 rounding of the loss, which AdamW's steps of 1e-5 carry on
+        assert row["losses"] == pytest.approx(rows["plain"]["losses"], rel=1e-4)
+        assert row["ms"] > row["head_ms"] > 0 and row["head_share"] == pytest.approx(
+            row["head_ms"] / row["ms"], abs=1e-3
+        )
+        assert row["tokens_a_second"] == pytest.approx(48e3 / row["ms"], rel=1e-2)
+    shown = capsys.readouterr().out
+    assert "| tiny | variable |" in shown and "| tiny | liger | – (" in shown

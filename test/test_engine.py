@@ -8,7 +8,7 @@ import torch
 from liger_cutedsl.engines import Engine, KernelFailure, make_engine
 from liger_cutedsl.engines.architectures import GemmTile
 from liger_cutedsl.engines.torch_engine import TorchEngine
-from liger_cutedsl.rows import NotDense
+from liger_cutedsl.rows import TooManyIgnored
 
 
 def engine_class(name):
@@ -27,7 +27,7 @@ def contract() -> dict:
 @pytest.mark.parametrize("name", ["torch", "cute"])
 def test_an_engine_has_what_the_protocol_says(name):
     engine, methods = engine_class(name), contract()
-    assert len(methods) == 12 and all(method.__doc__ for method in methods.values())
+    assert len(methods) == 14 and all(method.__doc__ for method in methods.values())
     assert engine.name == name
     for method, promised in methods.items():
         assert inspect.signature(getattr(engine, method)) == inspect.signature(promised), method
@@ -49,12 +49,12 @@ def test_a_kernel_that_fails_in_a_call_that_began_early_asks_for_its_targets_fir
             raise ValueError("planted")
 
     def ask():
-        raise NotDense
+        raise TooManyIgnored
 
     matrix = torch.zeros(8, 8, dtype=torch.bfloat16)
     launch = (Broken(), matrix, matrix, None, {}, GemmTile(128, 128))
     engine = cute_engine.CuteEngine(after_first_launch=ask)
-    with pytest.raises(NotDense):
+    with pytest.raises(TooManyIgnored):
         engine._run(*launch)
     with pytest.raises(KernelFailure, match="planted"):  # asked once
         engine._run(*launch)

@@ -289,17 +289,17 @@ def test_fallback_warns_once():
 
 @pytest.mark.parametrize("schedule", ["single_pass", "recompute"])
 def test_a_wrong_guess_about_ignored_targets_does_no_harm(schedule):
-    """A call may begin as if no target were ignored, because none was in the last one."""
+    """A call may begin as if no row were to be dropped, because none was in the last one."""
     from liger_cutedsl.rows import TargetCheck
 
-    for ignored, dense_next in ((0.0, True), (0.0, True), (0.4, False), (0.4, False), (0.0, True)):
+    for ignored, whole_next in ((0.0, True), (0.01, True), (0.4, False), (0.4, False), (0.0, True)):
         # an ignore_index that is no index of the class weights: they must not be read there
         options = dict(ignore_index=10**6)
         case = Case(256, 64, 5000, dtype=torch.bfloat16, device="cuda", ignored=ignored, options=options)
         case.ce_weight = True
         check_case(case, engine="cute", schedule=schedule)
         x, weight, target, _, ce_weight = case.tensors()
-        assert TargetCheck(Problem(x, weight, target)).likely_dense == dense_next
+        assert TargetCheck(Problem(x, weight, target)).likely_whole == whole_next
     fused_linear_cross_entropy(x, weight, target, engine="cute")
     target[3] = 5000
     with pytest.raises(ValueError, match="got 5000"):  # found behind the first GEMM

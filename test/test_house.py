@@ -34,7 +34,7 @@ torch_compile torch_compile_log_probs
 custom_ops
 dtensor
 autograd
-checkpointing derivatives
+upstream checkpointing derivatives
 routing
 schedules
 schedules.*
@@ -59,7 +59,7 @@ tiling
 without_data checks
 call
 route options
-readable
+readable saved_state
 versions user_warnings
 compat
 """

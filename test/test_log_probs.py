@@ -5,11 +5,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import liger_cutedsl
-from liger_cutedsl import LogProbs, fused_linear_cross_entropy, fused_linear_log_probs
-from liger_cutedsl.call import Problem
+from liger_cutedsl import LogProbs, LossOptions, fused_linear_cross_entropy, fused_linear_log_probs, routing
+from liger_cutedsl.call import Problem, WantedGradients
 from liger_cutedsl.engines.torch_engine import TorchEngine
 from liger_cutedsl.options import LogProbOptions
+from liger_cutedsl.route import Settings
+from liger_cutedsl.schedules import recompute
+from liger_cutedsl.schedules.schedule import Task
 from reference import Case, assert_close, check_case
 from reference_log_probs import ALONE, EVERYTHING, LOGITS, check, expected
 
@@ -239,10 +241,58 @@ def test_another_call_before_does_not_matter():
         assert all(map(torch.equal, check(case, logits[i], names)[1], grads))
 
 
-def test_the_liger_engine_is_not_asked(monkeypatch):
+def test_the_liger_engine_is_not_asked():
     """A loss with a temperature runs where Liger's operator, which has none, would."""
-    problem = Problem(X, W, T, options=LogProbOptions())
-    task = liger_cutedsl.schedules.schedule.Task(problem, None, liger_cutedsl.route.Settings())
-    assert "not" not in (liger_cutedsl.routing.triton_obstacle(task) or "not")
+    x, weight, target = (torch.empty(*shape, device="meta") for shape in ((6, 16), (40, 16), (6,)))
+    for options, reason in (
+        (LogProbOptions(), "computes a loss"),
+        (LossOptions(temperature=3.0), "has no temperature"),
+    ):
+        problem = Problem(OnGpu(x), OnGpu(weight), OnGpu(target), options=options)
+        assert reason in routing.triton_obstacle(Task(problem, WantedGradients(), Settings()))
     loss = fused_linear_cross_entropy(X, W, T, temperature=3.0)
     assert_close(loss, -expected(X, W, T, None, temperature=3.0).log_probs.sum() / 4, 1e-12, "loss")
+
+
+class OnGpu:
+    """A tensor as far as routing looks at it, on a GPU."""
+
+    def __init__(self, tensor):
+        self.device, self.dtype, self.shape = torch.device("cuda"), torch.bfloat16, tensor.shape
+
+
+@pytest.mark.parametrize("workspace_mb", [0.05, None], ids=["tiles", "kept"])
+def test_a_wide_weight_is_cast_in_parts(monkeypatch, workspace_mb):
+    """float32 weights under autocast, columns of two tiles at a time: as with the weight cast beforehand."""
+    monkeypatch.setattr(recompute, "CAST_COLUMNS", 384)
+    x, weight, target, bias, _ = Case(vocab=1000, dtype=torch.float32, bias=True).tensors()
+    selected, results = torch.tensor([999, 5, 5]), []
+    for head in (weight, weight.detach().bfloat16().requires_grad_()):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got = fused_linear_log_probs(
+                x, head, target, bias=bias, selected_token_ids=selected, workspace_mb=workspace_mb, **EVERYTHING
+            )
+        loss = sum((value * (i + 1)).square().sum() for i, value in enumerate(got[:3]))
+        results.append((*got, *torch.autograd.grad(loss, (x, head, bias))))
+    for parts, at_once in zip(*results, strict=True):
+        bound = 2**-8 if at_once.dtype == torch.bfloat16 else 1e-5
+        assert_close(parts.double(), at_once.double(), bound, "in parts")
+
+
+def test_calls_that_wait_for_their_backward_keep_vectors():
+    """Of three calls whose backward comes later, the first keeps its exponentials; another after them does again."""
+    x, weight, target, _, _ = Case(tokens=2000, hidden=64, vocab=1000, dtype=torch.bfloat16).tensors()
+
+    def kept():
+        problem = Problem(x, weight, target, options=LogProbOptions(), dense=True)
+        settings = Settings.resolve("torch", None, 1.0)
+        return routing.choose_route(problem, WantedGradients.of(problem), settings).kept
+
+    alone = kept()
+    assert 0 < alone < 1000  # as many as dW's memory holds
+    first = fused_linear_log_probs(x, weight, target, workspace_mb=1)
+    assert kept() == 0
+    second = fused_linear_log_probs(x, weight, target, workspace_mb=1)
+    grads = [torch.autograd.grad(call.sum(), weight)[0] for call in (second, first)]
+    assert kept() == alone
+    assert_close(grads[0].double(), grads[1].double(), 2**-8, "dW")

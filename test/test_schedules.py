@@ -9,10 +9,11 @@ import torch
 
 import liger_cutedsl
 from liger_cutedsl import LossOptions, fused_linear_cross_entropy
-from liger_cutedsl.call import Problem, WantedGradients
+from liger_cutedsl.call import TENSORS, Problem, WantedGradients
 from liger_cutedsl.engines.torch_engine import TorchEngine
 from liger_cutedsl.route import Settings
 from liger_cutedsl.rows import TargetCheck
+from liger_cutedsl.saved_state import put_together
 from liger_cutedsl.schedules import single_pass
 from liger_cutedsl.schedules.schedule import Task
 from reference import GRADIENT_BOUND, Case, assert_close, check_case, reference
@@ -48,8 +49,8 @@ def test_budget_decides_between_schedules():
 
 def test_a_wider_accumulator_counts_against_the_budget():
     x, weight = X.detach().bfloat16().requires_grad_(), W.detach().bfloat16().requires_grad_()
-    plain = liger_cutedsl.explain(x, weight, workspace_mb=60)
-    wide = liger_cutedsl.explain(x, weight, workspace_mb=60, accum_dtype=torch.float32)
+    plain = liger_cutedsl.explain(x, weight, workspace_mb=58)
+    wide = liger_cutedsl.explain(x, weight, workspace_mb=58, accum_dtype=torch.float32)
     assert plain.schedule == wide.schedule == "single_pass"
     assert wide.workspace_bytes > 20000 * 64 * 4
     assert wide.chunk < plain.chunk
@@ -153,7 +154,8 @@ def test_dw_is_summed_in_float32_where_it_would_be_rounded_often(place):
         loss = fused_linear_cross_entropy(x, weight, target, **call)
         return float((torch.autograd.grad(loss, weight)[0].double() - expected).norm() / expected.norm())
 
-    once, wide = error(**call), (smallest.workspace_bytes + 300 * 32 * 4) / 2**20
+    # while it is summed in float32, its 16 bits are not there yet
+    once, wide = error(**call), (smallest.workspace_bytes + 300 * 32 * 2) / 2**20
     route = liger_cutedsl.explain(x, weight, target, workspace_mb=wide, **call)
     assert route.chunk == 512 and route.dw_sum == torch.float32
     assert route.workspace_bytes == wide * 2**20
@@ -215,7 +217,7 @@ def test_recompute_keeps_exponentials_in_the_memory_of_dw():
     kept = liger_cutedsl.explain(x, weight, target, **call).kept
     assert kept == 576  # of at most 1000·64/(40 + 64), in tiles of 192
     loss = fused_linear_cross_entropy(x, weight, target, **call)
-    lent = loss.grad_fn.state.kept
+    lent = put_together(loss.grad_fn.state, loss.grad_fn.saved_tensors[len(TENSORS) + 1 :]).kept
     e, memory = lent.e, lent.weight_gradient.data_ptr()
     assert e.untyped_storage().data_ptr() == lent.weight_gradient.untyped_storage().data_ptr()
     assert e.data_ptr() >= lent.weight_gradient[kept:].data_ptr(), "dW's first rows reach into the exponentials"
@@ -225,7 +227,7 @@ def test_recompute_keeps_exponentials_in_the_memory_of_dw():
     del e, lent
     loss.backward()
     assert weight.grad.data_ptr() == memory, "the gradient was copied on its way to weight.grad"
-    assert loss.grad_fn.state.kept is None
+    assert loss.grad_fn.state.kept.taken.done
 
 
 def test_recompute_keeps_all_exponentials_that_fit_the_budget():

@@ -71,9 +71,9 @@ def test_reset_forgets_failures_and_warnings():
         assert testing.kernel_failure()
         testing.reset()
         assert testing.kernel_failure() is None
-    TargetCheck._ignored_last_time[torch.device("cpu")] = True
+    TargetCheck._dropped_last_time[torch.device("cpu")] = True
     testing.reset()
-    assert not TargetCheck._ignored_last_time
+    assert not TargetCheck._dropped_last_time
 
 
 @pytest.mark.gpu

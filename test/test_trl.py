@@ -517,9 +517,14 @@ def test_the_budget_is_what_trl_takes(kind, trained, monkeypatch):
 
 
 def test_the_users_workspace_comes_first(monkeypatch):
-    assert drop_in.settings_within(300 * 2**20).workspace_mb == 300
+    x, w, _, target = inputs()
+    problem = Problem(x, w, target)
+    assert drop_in.settings_within(problem, 300 * 2**20).workspace_mb == 300
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # whose copies ours makes too
+        copies = 2 * (TOKENS + VOCAB) * HIDDEN
+        assert drop_in.settings_within(problem, 300 * 2**20).budget(0) == 300 * 2**20 - copies
     monkeypatch.setenv("LIGER_CUTEDSL_WORKSPACE_MB", "77")
-    assert drop_in.settings_within(300 * 2**20).workspace_mb == 77
+    assert drop_in.settings_within(problem, 300 * 2**20).workspace_mb == 77
 
 
 # enable() and disable()

@@ -33,7 +33,7 @@ def launch(world: int, *suites: str, **variables: str) -> list[tuple[int, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_ranks_agree_with_one_process(world):
-    suites = ("options", "shards", "sizes", "bytes", "errors", "changes", "failing_kernels", "dtensor")
+    suites = ("options", "shards", "ignored", "sizes", "bytes", "errors", "changes", "failing_kernels", "dtensor")
     suites += ("replicated", "named_mesh", "log_probs")
     for rank, (status, output) in enumerate(launch(world, *suites)):
         assert status == 0 and f"rank {rank} done" in output, output[-3000:]

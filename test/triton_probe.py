@@ -21,6 +21,7 @@ from liger_cutedsl.engines.torch_engine import TorchEngine  # noqa: E402
 from liger_cutedsl.objective import RowDerivatives, row_coefficients, row_weights  # noqa: E402
 from liger_cutedsl.options import LogProbOptions  # noqa: E402
 from liger_cutedsl.row_statistics import RowStatistics, over_parts  # noqa: E402
+from liger_cutedsl.rows import _total  # noqa: E402
 
 FLOAT32 = 2e-6
 
@@ -71,13 +72,24 @@ def check_summary():
     for dtype in (torch.int64, torch.int32):
         target = torch.randint(0, 1000, (9001,), dtype=dtype)
         target[::7] = -100
-        summary = torch.zeros(3, dtype=torch.int64)
-        triton_kernels.summarize_targets(target[1::2], -100, summary)
-        got = summary.tolist()
-        valid = target[1::2][target[1::2] != -100]
-        assert got == [len(valid), int(valid.min()), int(valid.max())], got
-    triton_kernels.summarize_targets(torch.full((10,), 5), 5, summary)
-    assert summary[0] == 0
+        summary, shown = torch.zeros(7, 4, dtype=torch.int64), target[1::2]
+        x = torch.randn(300, len(shown)).t()  # and a transposed x
+        x[0, 299], x[7], x[14, 3] = torch.nan, -20.0, torch.inf
+        assert [int(shown[row]) for row in (3, 10, 17)] == [-100] * 3 and -100 not in shown[[0, 7, 14]].tolist()
+        for spoilt in ([], [3], [3, 10, 17]):
+            bad = x.clone()
+            bad[spoilt, 299] = torch.nan
+            triton_kernels.summarize_targets(shown, -100, bad, 16.0, summary)
+            got = _total(summary)
+            valid = shown[shown != -100]
+            assert got == (len(valid), int(valid.min()), int(valid.max()), len(spoilt)), got
+        x[3, 5] = torch.inf
+        x[10, 0] = -16.5
+        x[17, 256] = 16.0
+        triton_kernels.summarize_targets(shown, -100, x, 16.0, summary)
+        assert _total(summary)[3] == 2
+    triton_kernels.summarize_targets(torch.full((10,), 5), 5, torch.zeros(10, 3, dtype=torch.bfloat16), 1.0, summary)
+    assert summary[:, 0].sum() == 0 and summary[:, 3].sum() == 0
     print("ok summarize_targets")
 
 

@@ -170,6 +170,30 @@ def suite_shards():
     check(Case(tokens=20, vocab=60, ignored=1.1, bias=True, options=OPTIONS[4]), shards(60, "equal"))
 
 
+def suite_ignored():
+    """Few ignored rows are masked on every rank, unless one of them holds what a zero coefficient does not undo."""
+    for options in (OPTIONS[1], OPTIONS[3], OPTIONS[5]):
+        case = Case(tokens=200, vocab=301, dtype=DTYPES[0], bias=True, ignored=0.0, options=options)
+        x, weight, target, bias, ce_weight = case.tensors()
+        ignore_index = options.get("ignore_index", -100)
+        target[target == ignore_index] += 1
+        target[[0, 77, 199]] = ignore_index
+        case.tensors = lambda found=(x, weight, target, bias, ce_weight): found
+        check(case, shards(301, "uneven"))
+        bounds = shards(301, "uneven")
+        part = weight.detach()[bounds[RANK] : bounds[RANK + 1]].clone().requires_grad_()
+        found = []
+        for value in (0.5, float("nan"), float("inf")):
+            leaf = x.detach().clone()
+            leaf[77, 3] = value
+            leaf.requires_grad_()
+            loss = vocab_parallel_fused_linear_cross_entropy(leaf, part, target, vocab_size=301, **options)
+            found.append(torch.autograd.grad(loss.sum(), (leaf, part)))
+        for got, want in zip(found[1] + found[2], found[0] * 2, strict=True):
+            assert_close(got, want, GRADIENT_BOUND[DTYPES[0]], "gradient")
+            assert torch.count_nonzero(found[1][0][target == ignore_index]) == 0
+
+
 def suite_bytes():
     """A few numbers a row forward, one dX backward, and nothing else."""
     sent = []

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from liger_cutedsl.autograd import run
+from liger_cutedsl.autograd import explained, run
 from liger_cutedsl.call import Problem, WantedGradients, planned_device
 from liger_cutedsl.checks import check_tensors
 from liger_cutedsl.compat import FakeTensorMode
@@ -16,7 +16,6 @@ from liger_cutedsl.cross_entropy import LossOutput
 from liger_cutedsl.entering import entered, flattened
 from liger_cutedsl.options import LossOptions, suggesting
 from liger_cutedsl.route import Route, Settings
-from liger_cutedsl.routing import choose_route
 from liger_cutedsl.shards import VocabShard
 from liger_cutedsl.split import SplitVocabulary
 from liger_cutedsl.without_data import planned
@@ -240,8 +239,8 @@ def explain(
     """The route fused_linear_cross_entropy would take with these arguments, without running anything.
 
     Takes tensors without data too: fake ones, and meta ones, which are taken for the GPU's where there is one, else for
-    the CPU's. target may be left out. (While a CUDA graph is captured, targets cannot be read, and a float16 mean
-    takes `recompute`.)
+    the CPU's. target may be left out, for one without ignored entries; a given one is read, as a call does. (While a
+    CUDA graph is captured, it cannot be read, and a float16 mean takes `recompute`.)
     """
     options = LossOptions(
         ignore_index=ignore_index,
@@ -258,15 +257,16 @@ def explain(
         return_predicted_tokens=return_predicted_tokens,
     )
     x = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
-    if target is None:
+    dense = target is None
+    if dense:
         with FakeTensorMode():  # nothing is allocated
             target = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
     elif target.dim() != 1:
         target = target.reshape(-1)
-    problem = Problem(x, weight, target, bias, ce_weight, options, dense=True)
+    problem = Problem(x, weight, target, bias, ce_weight, options, dense)
     check_tensors(problem)
     settings = Settings.resolve(engine, schedule, workspace_mb)
-    route = choose_route(planned(problem), WantedGradients.of(problem), settings)
+    route = explained(planned(problem), WantedGradients.of(problem), settings)
     if not x.is_meta:
         return route
     return replace(route, reason=f"{route.reason} (meta tensors, taken for {planned_device(x.device).type}'s)")

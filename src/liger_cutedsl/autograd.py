@@ -15,7 +15,7 @@ import torch
 
 from liger_cutedsl import objectives
 from liger_cutedsl.call import DIFFERENTIABLE, TENSORS, Gradients, Problem, WantedGradients
-from liger_cutedsl.checkpointing import unseen_by_checkpoints
+from liger_cutedsl.checkpointing import unseen_by_checkpoints, unseen_by_saved_tensor_hooks
 from liger_cutedsl.checks import check_tensors
 from liger_cutedsl.compat import has_dispatch_modes
 from liger_cutedsl.derivatives import refuse_batched_upstream, without_second_derivative
@@ -23,12 +23,15 @@ from liger_cutedsl.engines import KernelFailure
 from liger_cutedsl.readable import check_still_readable
 from liger_cutedsl.route import Route, Settings
 from liger_cutedsl.routing import give_up_on_cute, planned, warn_about_fallback
-from liger_cutedsl.rows import NotDense, Rows, TargetCheck
+from liger_cutedsl.rows import Rows, TargetCheck, TooManyIgnored
+from liger_cutedsl.saved_state import put_together, taken_apart
 from liger_cutedsl.schedules import by_name, liger_triton, recompute, single_pass
 from liger_cutedsl.schedules.kept import KeptGradients
 from liger_cutedsl.schedules.schedule import Task
 from liger_cutedsl.shards import OtherShards
 from liger_cutedsl.split import WHOLE, Split
+from liger_cutedsl.upstream import History, history_of
+from liger_cutedsl.without_data import shapes_only
 
 
 @dataclass(frozen=True)
@@ -63,17 +66,19 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, call: Call):
+    def forward(ctx, x, weight, bias, call: Call, history: History | None):
         problem, rows = call.whole, call.rows
         output, state = forward_of(call)
         # Gradients that are there already need no inputs: nothing keeps x and weight alive, or from being changed.
         ctx.saved = {} if isinstance(state, KeptGradients) else {name: t.shape for name, t in problem.tensors().items()}
         inputs = [getattr(problem, name) if name in ctx.saved else None for name in TENSORS]
         origin = x.new_empty(0) if call.task.wanted else None
-        ctx.save_for_backward(*inputs, origin)
-        ctx.rows = rows
-        ctx.call, ctx.options, ctx.dense = call.without_tensors(), problem.options, call.task.problem.dense
-        ctx.state, ctx.results = state, type(output)
+        held = []
+        ctx.state = state if isinstance(state, KeptGradients) else taken_apart(state, held)
+        ctx.save_for_backward(*inputs, origin, *held)
+        ctx.rows, ctx.history = rows, history if isinstance(state, KeptGradients) else None
+        ctx.call, ctx.options, ctx.valid = call.without_tensors(), problem.options, call.task.problem.valid_rows()
+        ctx.results = type(output)
         ctx.set_materialize_grads(False)
         differentiable = objectives.of(problem.options).DIFFERENTIABLE
         others = (value for name, value in zip(output._fields, output, strict=True) if name not in differentiable)
@@ -84,26 +89,30 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, *upstream):
         upstream = ctx.results(*upstream[:-1])
         if all(gradient is None for gradient in upstream):
-            return None, None, None, None
+            return (None,) * 5
         refuse_batched_upstream(upstream)
         with ctx.call.around_backward():
-            return _differentiated(ctx, upstream)
+            return (*_differentiated(ctx, upstream), None, None)
 
 
-def _differentiated(ctx, upstream: NamedTuple):
-    # Not read in vain: activation checkpointing would run the whole forward again to have them.
-    reads = bool(ctx.saved) or torch.is_grad_enabled()
-    *inputs, origin = ctx.saved_tensors if reads else (None,) * (len(TENSORS) + 1)
-    inputs = dict(zip(TENSORS, inputs, strict=True))
+def _differentiated(ctx, upstream: NamedTuple) -> list[torch.Tensor | None]:
+    saved = ctx.saved_tensors
+    inputs, origin = dict(zip(TENSORS, saved, strict=False)), saved[len(TENSORS)]
     check_still_readable(ctx.saved, inputs)
     call = replace(ctx.call, rows=ctx.rows)
     with torch.no_grad():
         if ctx.saved:
             whole = Problem(**inputs, options=ctx.options)
-            compact = replace(call.rows.compact(whole), dense=ctx.dense)
-            call = replace(call.with_task(problem=compact), whole=whole)
-        found = gradients_of(call, ctx.state, upstream)
-    return (*without_second_derivative(found, *upstream, origin), None)
+            count = None if ctx.valid is None else functools.partial(int, ctx.valid)
+            compact = replace(call.rows.compact(whole), count=count)
+            call = replace(call.with_task(problem=replace(compact, dense=ctx.valid == compact.tokens)), whole=whole)
+        state = ctx.state
+        if not isinstance(state, KeptGradients):
+            state = put_together(state, saved[len(TENSORS) + 1 :])
+        found = gradients_of(call, state, upstream)
+        if ctx.history is not None:
+            ctx.history.note(ctx.valid, upstream[0])
+    return without_second_derivative(found, *upstream, origin)
 
 
 def between_graphs(function):
@@ -132,24 +141,37 @@ def with_fallback(settings: Settings, attempt: Callable):
     return attempt()
 
 
-def begun(use: Callable, problem: Problem, settings: Settings, wanted: WantedGradients, split: Split = WHOLE):
+def begun(
+    use: Callable, problem: Problem, settings: Settings, wanted: WantedGradients, split: Split = WHOLE, expected=None
+):
     """use(call) of a checked problem, refused by now for all that it can be refused for.
 
-    Where its targets are likely to count all, the call begins as if they did, on an engine that can wait for the answer
-    behind its first GEMM.
+    Where no row of it is likely to be dropped, the call begins before that is known, on an engine that can wait for the
+    answer behind its first GEMM. expected: Task.expected_upstream.
     """
     with torch.no_grad():
         check, call = TargetCheck(problem, split.vocab), None
-        if check.likely_dense and split.settled:
-            task = Task(replace(problem, dense=True), wanted, settings, split)
-            call = _planned(task, Rows(), problem, check.confirm_dense)
+        if check.likely_whole and split.settled:
+            task = Task(check.whole(), wanted, settings, split, expected)
+            call = _planned(task, Rows(), problem, check.confirm_whole)
     if call is not None and call.route.engine == "cute":
-        with contextlib.suppress(NotDense):  # nothing was handed out; the rows that count are computed below
+        with contextlib.suppress(TooManyIgnored):  # nothing was handed out; the rows that count are computed below
             return use(call)
     with torch.no_grad():
         rows = check.rows()
-        call = _planned(Task(check.compact(rows), wanted, settings, split), rows, problem)
+        task = Task(check.compact(rows), wanted, settings, split, expected, rows.dropped, rows.bytes(problem))
+        call = _planned(task, rows, problem)
     return use(call)
+
+
+def explained(problem: Problem, wanted: WantedGradients, settings: Settings) -> Route:
+    """The route that begun() takes, of a checked problem, where no row needs to be dropped or these targets say so."""
+    if problem.dense or shapes_only(*(getattr(problem, name) for name in TENSORS)):
+        return planned(Task(replace(problem, dense=True), wanted, settings))[1]
+    check = TargetCheck(problem)
+    rows = check.rows()
+    part = check.whole() if rows.keep is None else replace(problem.of(slice(len(rows.keep))), dense=True)
+    return planned(Task(part, wanted, settings, dropped=rows.dropped, beside=rows.bytes(problem)))[1]
 
 
 def _planned(task: Task, rows: Rows, whole: Problem, confirm=None) -> Call:
@@ -202,21 +224,27 @@ def run(
     check_tensors(problem, empty_shard=split_of is not None)
     wanted = WantedGradients.of(problem)
 
-    def applied(call: Call) -> NamedTuple:
-        leaves, call = (
-            (getattr(call.whole, name) for name in DIFFERENTIABLE),
-            replace(call, around_backward=around_backward),
-        )
-        *results, _origin = _FusedLinearCrossEntropy.apply(*leaves, call)
-        return type(objectives.of(problem.options).FILLS)(*results)
-
     def attempt():
-        return begun(applied, problem, settings, wanted, WHOLE if split_of is None else split_of(problem))
+        split, history = WHOLE if split_of is None else split_of(problem), history_of(problem, wanted)
+        expected = None if history is None else history.expected
+
+        def applied(call: Call) -> NamedTuple:
+            return _applied(replace(call, around_backward=around_backward), history)
+
+        return begun(applied, problem, settings, wanted, split, expected)
 
     try:
         return with_fallback(settings, attempt)
     except OtherShards:  # known by now
         return with_fallback(settings, attempt)
+
+
+def _applied(call: Call, history: History | None) -> NamedTuple:
+    leaves = (getattr(call.whole, name) for name in DIFFERENTIABLE)
+    in_forward = call.route.schedule != recompute.NAME and call.whole.options.reduction != "none"
+    with unseen_by_saved_tensor_hooks() if in_forward else contextlib.nullcontext():
+        *results, _origin = _FusedLinearCrossEntropy.apply(*leaves, call, history)
+    return type(objectives.of(call.whole.options).FILLS)(*results)
 
 
 def run_with_gradients(

@@ -32,6 +32,8 @@ class Problem:
 
     selected_token_ids: (K,) int64, columns whose logits are asked for in every row, or None.
     dense: no target is ignored, known without looking at them.
+    count: gives how many targets count, once that has been read from the device, and may wait for it: asked behind the
+        first GEMM. None where no target is ignored, or where the host is not to know (while a CUDA graph is captured).
     """
 
     x: torch.Tensor
@@ -41,6 +43,7 @@ class Problem:
     ce_weight: torch.Tensor | None = None
     options: LogitOptions = LossOptions()
     dense: bool = False
+    count: Callable[[], int] | None = None
     selected_token_ids: torch.Tensor | None = None
 
     @property
@@ -71,13 +74,20 @@ class Problem:
             return torch.zeros_like(self.target, dtype=torch.bool)
         return self.target == self.options.ignore_index
 
+    def valid_rows(self) -> int | None:
+        """How many targets are not ignored; None where only the device knows."""
+        if self.dense:
+            return self.tokens
+        return None if self.count is None else self.count()
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those that are there, by name."""
         return {name: value for name in TENSORS if (value := getattr(self, name)) is not None}
 
     def of(self, rows: slice | torch.Tensor) -> Problem:
         """The same for some of the rows: a slice, or their indices."""
-        return replace(self, **{name: v[rows] for name, v in self.tensors().items() if TENSORS[name] == "tokens"})
+        part = {name: v[rows] for name, v in self.tensors().items() if TENSORS[name] == "tokens"}
+        return replace(self, count=None, **part)
 
     def of_columns(self, columns: slice) -> Problem:
         """The same for a slice of the vocabulary. A target elsewhere becomes −1, not an index past the slice's end: a
@@ -90,13 +100,29 @@ class Problem:
 
         return replace(self, **sliced, target=moved(self.target), selected_token_ids=moved(self.selected_token_ids))
 
-    def for_kernels(self, dtype: torch.dtype) -> Problem:
-        """The same problem as the kernels read it: x and weight in dtype, the vectors in the compute dtype."""
+    def columns_for_kernels(self, columns: slice, dtype: torch.dtype) -> Problem:
+        """The same for a slice of the vocabulary, as the kernels read it that do not look at targets."""
+        sliced = {name: v[columns] for name, v in self.tensors().items() if TENSORS[name] == "vocabulary"}
+        return replace(self, **sliced).for_kernels(dtype)
+
+    def casts_bytes(self, dtype: torch.dtype, columns: int) -> int:
+        """What for_kernels allocates, with so many rows of weight at once."""
+        compute = torch.float64 if dtype == torch.float64 else torch.float32
+        to = {**dict.fromkeys(MATRICES, dtype), **dict.fromkeys(VECTORS, compute)}
+        cast = [(name, v.numel(), to[name]) for name, v in self.tensors().items() if name in to and v.dtype != to[name]]
+        rows = min(columns, self.vocab)
+        return sum((rows * self.hidden if name == "weight" else size) * dtype.itemsize for name, size, dtype in cast)
+
+    def for_kernels(self, dtype: torch.dtype, but: tuple[str, ...] = ()) -> Problem:
+        """The same problem as the kernels read it: x and weight in dtype, the vectors in the compute dtype.
+
+        but: what stays as it is: a weight that is too large to be copied as a whole.
+        """
         if dtype == self.x.dtype == self.weight.dtype and self.bias is None and self.ce_weight is None:
             return self
         compute = torch.float64 if dtype == torch.float64 else torch.float32
         there = self.tensors()
-        cast = {name: there[name].to(dtype) for name in MATRICES}
+        cast = {name: there[name].to(dtype) for name in MATRICES if name not in but}
         cast |= {name: there[name].to(compute).contiguous() for name in VECTORS if name in there}
         return replace(self, **cast)
 

@@ -1,6 +1,8 @@
-"""Selective activation checkpointing: its modes see an operator's outputs, not what happens inside."""
+"""Activation checkpointing: what of an operator it sees, and what it would compute again in vain."""
 
 from __future__ import annotations
+
+import torch
 
 from liger_cutedsl.compat import checkpoint_modes, dispatch_modes, replace_dispatch_modes
 
@@ -21,3 +23,13 @@ def unseen_by_checkpoints(function, arguments):
         return function(*arguments)
     finally:
         replace_dispatch_modes(stack)
+
+
+def unseen_by_saved_tensor_hooks():
+    """A context in which no tensor that is saved for backward is handed to the hooks around it.
+
+    For a node whose gradients are computed in forward: it saves nothing but an empty tensor that leads to its inputs. A
+    checkpoint that saw that would compute the whole loss again to have it, and hold both results meanwhile; so it stops
+    before. (Detached, because an output that its own node held would never go; torch connects it again.)
+    """
+    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)

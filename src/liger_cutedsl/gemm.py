@@ -16,28 +16,33 @@ MOST_PARTS = 16  # so that the rest is shorter than 1040 terms
 
 
 def matmul(
-    a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor, accumulate: bool = False, alpha: float = 1.0
+    a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor, beta: float = 0.0, alpha: float = 1.0
 ) -> torch.Tensor:
-    """out = alpha · a @ b, or out += alpha · a @ b. out may be wider than a and b: they are then multiplied as they
+    """out = alpha · a @ b + beta · out, rounded once. out may be wider than a and b: they are then multiplied as they
     are where the device has such a product (16-bit into fp32 on CUDA), and widened first elsewhere."""
-    parts = _parts(a, out)
+    parts = _parts(*a.shape, b.shape[1], a.dtype, a.device)
     if parts > 1:
-        total = _sum_of_parts(a, b, parts)
-        return out.add_(total, alpha=alpha) if accumulate else torch.mul(total, alpha, out=out)
+        return _written(_sum_of_parts(a, b, parts).mul_(alpha), out, beta)
     one_dtype = a.dtype == b.dtype
     mixed = one_dtype and out.dtype == torch.float32 and a.is_cuda and a.dtype.itemsize == 2
     if mixed or (one_dtype and a.dtype == out.dtype):
         extra = {"out_dtype": torch.float32} if mixed else {}
-        if accumulate or alpha != 1.0:
-            return torch.addmm(out, a, b, beta=float(accumulate), alpha=alpha, out=out, **extra)
+        if beta or alpha != 1.0:
+            return torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out, **extra)
         return torch.mm(a, b, out=out, **extra)
     wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), out.dtype)
     if wide == out.dtype:
-        return matmul(a.to(wide), b.to(wide), out=out, accumulate=accumulate, alpha=alpha)
+        return matmul(a.to(wide), b.to(wide), out=out, beta=beta, alpha=alpha)
     # out= here too: autocast would multiply in its own dtype what is not written into a given matrix
     product = torch.empty(out.shape, dtype=wide, device=out.device)
-    torch.mm(a.to(wide), b.to(wide), out=product).mul_(alpha)
-    return out.add_(product) if accumulate else out.copy_(product)
+    return _written(torch.mm(a.to(wide), b.to(wide), out=product).mul_(alpha), out, beta)
+
+
+def _written(product: torch.Tensor, out: torch.Tensor, beta: float) -> torch.Tensor:
+    """out = product + beta · out; product is as wide or wider, and may be overwritten."""
+    if beta == 1.0:
+        return out.add_(product)
+    return out.copy_(product.add_(out, alpha=beta) if beta else product)
 
 
 def column_sums(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -49,12 +54,21 @@ def column_sums(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return matmul(matrix.new_ones(1, matrix.shape[0]), matrix, out=sums)[0]
 
 
-def _parts(a: torch.Tensor, out: torch.Tensor) -> int:
+def scratch_bytes(rows: int, terms: int, columns: int, dtype: torch.dtype, device: torch.device) -> int:
+    """What matmul allocates for a product (rows × terms) @ (terms × columns) of matrices of this dtype."""
+    parts = _parts(rows, terms, columns, dtype, device)
+    if parts == 1:
+        return 0
+    rest = terms // parts // 64 * 64 * parts < terms
+    return (parts + rest + 1) * rows * columns * 4  # with their sum
+
+
+def _parts(rows: int, terms: int, columns: int, dtype: torch.dtype, device: torch.device) -> int:
     """Into how many parts the sum of a 16-bit product is split here; 1 where cuBLAS does not split it."""
-    if not a.is_cuda or a.dtype.itemsize > 2 or a.shape[1] < LONG_SUM:
+    if device.type != "cuda" or dtype.itemsize > 2 or terms < LONG_SUM:
         return 1
-    available = multiprocessors(a.device)
-    blocks = math.ceil(out.shape[0] / 128) * math.ceil(out.shape[1] / 128) / 2  # at most those of either orientation
+    available = multiprocessors(device)
+    blocks = math.ceil(rows / 128) * math.ceil(columns / 128) / 2  # at most those of either orientation
     return 1 if blocks >= available else min(math.ceil(available / blocks), MOST_PARTS)
 
 

@@ -114,24 +114,29 @@ class RowDerivatives:
 
 
 def row_weights(problem: Problem) -> RowWeights:
-    """RowWeights of a problem whose ce_weight is already in the compute dtype. Reads nothing to the host."""
+    """RowWeights of a problem whose ce_weight is already in the compute dtype. Asks problem.count."""
     ignored, target_weight, inverse = None, 1.0, 1.0 / divisor(problem)
-    if not problem.dense:
+    valid = problem.valid_rows()
+    if valid != problem.tokens:
         ignored = problem.ignored()
         target_weight = (~ignored).to(problem.compute_dtype)
-        if problem.options.reduction == "mean":
+        if valid is None and problem.options.reduction == "mean":
             inverse = target_weight.sum().reciprocal()
     weights = RowWeights(ignored, target_weight, float(problem.vocab), inverse, inverse, problem.vocab)
     if problem.ce_weight is None:
         return weights
-    # Clamped: ignore_index may be any number, and a call that began as dense may turn out not to be.
+    # Clamped: ignore_index may be any number.
     of_targets = problem.ce_weight[problem.target.long().clamp(0, problem.vocab - 1)]
     return weights.with_classes(of_targets, problem.ce_weight.sum(), problem.options)
 
 
 def divisor(problem: Problem) -> int:
-    """What a loss is divided by where every row counts alike: N for a mean, else 1."""
-    return max(problem.tokens, 1) if problem.options.reduction == "mean" else 1
+    """What a loss is divided by where the rows that count do so alike: their number for a mean, else 1. N where only
+    the device knows that number."""
+    if problem.options.reduction != "mean":
+        return 1
+    valid = problem.valid_rows()
+    return max(problem.tokens if valid is None else valid, 1)
 
 
 def dz_unit(problem: Problem, dz_dtype: torch.dtype) -> float:

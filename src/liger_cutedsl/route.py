@@ -9,8 +9,12 @@ import torch
 
 ENGINES = ("cute", "triton", "torch")
 SCHEDULES = ("recompute", "single_pass")
-# Holds chunks of 2048 tokens of a vocabulary of 128k, with the partial results of every option (541 MiB).
+# Holds chunks of 2048 tokens of a vocabulary of 128k, with the partial results of every option (541 MiB). Where a
+# larger vocabulary needs more for such a chunk, that is the default.
 DEFAULT_WORKSPACE_MB = 560.0
+DEFAULT_CHUNK = 2048
+
+REPLACED = "what the operator takes that this one replaces"  # a source of Settings: no wish of the user's
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,8 @@ class Route:
         instead of recomputing them.  chunk: tokens of a chunk of single_pass.  dw_sum: what it sums dW in, if it does.
     gemms: large matrix products, forward and backward, of 2·N·V·H operations each.
     workspace_bytes: predicted memory beyond inputs, outputs and gradients; 0 where not known (triton).
+    copied_bytes: what of it are copies that no schedule can do without: of x and weight in another dtype, of the rows
+        that count.  budget: what the rest may take, and who said so.
     reason: why, in words.  fallback: whether a GPU call runs without the CuTe engine.
     """
 
@@ -37,6 +43,8 @@ class Route:
     dw_sum: torch.dtype | None = None
     gemms: float = 0
     workspace_bytes: int = 0
+    copied_bytes: int = 0
+    budget: str = ""
     fallback: bool = False
 
     def __str__(self) -> str:
@@ -48,6 +56,9 @@ class Route:
             parts.append(f"chunks of {self.chunk} tokens")
         if self.workspace_bytes:
             parts += [f"{self.gemms:.3g} GEMMs", f"{self.workspace_bytes / 2**20:.0f} MiB workspace"]
+            copied = self.copied_bytes / 2**20
+            parts[-1] += f" ({copied:.0f} of it copies of inputs)" if copied >= 0.5 else ""
+        parts += [f"budget {self.budget}"] if self.budget else []
         return f"{', '.join(parts)}: {self.reason}"
 
 
@@ -57,31 +68,44 @@ class Settings:
 
     engine (LIGER_CUTEDSL_ENGINE): one of ENGINES, or "auto".
     schedule (LIGER_CUTEDSL_SCHEDULE): one of SCHEDULES, or "auto".
-    workspace_mb (LIGER_CUTEDSL_WORKSPACE_MB): MiB a call may use beyond inputs, outputs and gradients.
-    implied: whether workspace_mb is what the operator takes in whose place ours is called, and no wish of the user's.
+    workspace_mb (LIGER_CUTEDSL_WORKSPACE_MB): MiB a call may use beyond inputs, outputs and gradients, and copies of
+        its inputs (Route.copied_bytes). None for the larger of 560 and what a chunk of 2048 tokens takes.
+    times: a multiplier of that.  source: who set workspace_mb, in words.
     """
 
     engine: str = "auto"
     schedule: str = "auto"
-    workspace_mb: float = DEFAULT_WORKSPACE_MB
-    implied: bool = False
+    workspace_mb: float | None = None
+    times: int = 1
+    source: str = "workspace_mb"
 
     @classmethod
     def resolve(cls, engine=None, schedule=None, workspace_mb=None, chunk_mem_const=1) -> Settings:
         """chunk_mem_const: Liger-Kernel's multiplier of the workspace, a positive int."""
         if isinstance(chunk_mem_const, bool) or not isinstance(chunk_mem_const, int) or chunk_mem_const < 1:
             raise ValueError(f"chunk_mem_const must be a positive int, got {chunk_mem_const!r}")
-        budget = _positive("workspace_mb", workspace_mb, "LIGER_CUTEDSL_WORKSPACE_MB", DEFAULT_WORKSPACE_MB)
+        budget, source = _positive("workspace_mb", workspace_mb, "LIGER_CUTEDSL_WORKSPACE_MB")
         return cls(
             _choice("engine", engine, "LIGER_CUTEDSL_ENGINE", ENGINES),
             _choice("schedule", schedule, "LIGER_CUTEDSL_SCHEDULE", SCHEDULES),
-            budget * chunk_mem_const,
+            budget,
+            chunk_mem_const,
+            source,
         )
 
-    @property
-    def budget(self) -> int:
-        """Bytes."""
-        return int(self.workspace_mb * 2**20)
+    def budget(self, chunk_bytes: int) -> int:
+        """Bytes, where a chunk of DEFAULT_CHUNK tokens takes chunk_bytes."""
+        if self.workspace_mb is None:
+            return max(int(DEFAULT_WORKSPACE_MB * 2**20), chunk_bytes) * self.times
+        return int(self.workspace_mb * self.times * 2**20)
+
+    def budget_in_words(self, chunk_bytes: int) -> str:
+        source = self.source
+        if self.workspace_mb is None:
+            larger = chunk_bytes > DEFAULT_WORKSPACE_MB * 2**20
+            source = f"default: a chunk of {DEFAULT_CHUNK} tokens" if larger else "default"
+        source += f", times {self.times}" if self.times != 1 else ""
+        return f"{round(self.budget(chunk_bytes) / 2**20, 3):g} MiB ({source})"
 
 
 def _choice(name: str, argument, variable: str, choices: tuple[str, ...]) -> str:
@@ -92,14 +116,15 @@ def _choice(name: str, argument, variable: str, choices: tuple[str, ...]) -> str
     return value
 
 
-def _positive(name: str, argument, variable: str, default: float) -> float:
+def _positive(name: str, argument, variable: str) -> tuple[float | None, str]:
+    """The number and where it comes from; None where neither is set."""
     value, source = (argument, name) if argument is not None else (os.environ.get(variable), variable)
     if value in (None, ""):
-        return default
+        return None, source
     try:
         number = float(value)
     except (TypeError, ValueError):
         number = -1.0
     if not 0 < number < float("inf"):
         raise ValueError(f"{source} must be a positive number of MiB, got {value!r}")
-    return number
+    return number, source

@@ -13,8 +13,9 @@ from liger_cutedsl.call import Problem, WantedGradients
 from liger_cutedsl.engines import KernelFailure, architectures, make_engine
 from liger_cutedsl.epilogues import EXACT_INDICES
 from liger_cutedsl.options import LossOptions
-from liger_cutedsl.route import Route, Settings
+from liger_cutedsl.route import REPLACED, Route, Settings
 from liger_cutedsl.schedules import IN_ORDER_OF_PREFERENCE, liger_triton
+from liger_cutedsl.schedules.footprint import budget, budget_in_words
 from liger_cutedsl.schedules.schedule import Task
 from liger_cutedsl.split import WHOLE, Split
 from liger_cutedsl.user_warnings import warn_user
@@ -35,6 +36,8 @@ def planned(task: Task, after_first_launch=None):
     route = liger_triton.plan(engine, task, reason) if name == "triton" else _schedule(engine, task, reason)
     if route.engine != name:  # another stands in for it (testing.py)
         route = replace(route, engine=name)
+    if engine is not None:
+        route = replace(route, budget=budget_in_words(engine, task))
     if name != "cute" and task.problem.device.type == "cuda" and task.problem.tokens and task.local.vocab:
         route = replace(route, fallback=True)
     return engine, route
@@ -57,13 +60,17 @@ def _schedule(engine, task: Task, reason: str) -> Route:
                 )
             if not obstacle:
                 route = schedule.plan(engine, task, reason)
-                if forced or route.workspace_bytes <= settings.budget:
+                if forced or _fits(route, engine, task):
                     return route
-                obstacle = f"a chunk does not fit {settings.workspace_mb:g} MiB"
+                obstacle = f"a chunk does not fit {round(budget(engine, task) / 2**20, 3):g} MiB"
     route = last.plan(engine, task, f"{reason}; {obstacle}" if obstacle else reason)
-    if route.workspace_bytes > settings.budget and not settings.implied:
-        _warn_about_budget(route, task)
+    if settings.source != REPLACED and not _fits(route, engine, task):
+        _warn_about_budget(route, task, budget(engine, task) / 2**20)
     return route
+
+
+def _fits(route: Route, engine, task: Task) -> bool:
+    return route.workspace_bytes - route.copied_bytes <= budget(engine, task)
 
 
 _warned = False
@@ -83,15 +90,14 @@ def warn_about_fallback(route: Route) -> None:
 _small_budgets: set[tuple] = set()  # (V, H, MiB) that were warned about: the number of tokens changes with each batch
 
 
-def _warn_about_budget(route: Route, task: Task) -> None:
-    workspace_mb = task.settings.workspace_mb
+def _warn_about_budget(route: Route, task: Task, workspace_mb: float) -> None:
     head = (task.problem.vocab, task.problem.hidden, workspace_mb)
     if head not in _small_budgets:
         _small_budgets.add(head)
         warn_user(
-            f"a workspace of {workspace_mb:g} MiB holds no schedule of this call: it takes the leanest, which needs "
-            f"{route.workspace_bytes / 2**20:.0f} MiB (LIGER_CUTEDSL_WORKSPACE_MB, or workspace_mb=). Said once for a "
-            f"head of this size"
+            f"a workspace of {round(workspace_mb, 3):g} MiB holds no schedule of this call: it takes the leanest, "
+            f"which needs {(route.workspace_bytes - route.copied_bytes) / 2**20:.0f} MiB (LIGER_CUTEDSL_WORKSPACE_MB, "
+            f"or workspace_mb=). Said once for a head of this size"
         )
 
 

@@ -1,4 +1,5 @@
-"""Rows: which rows of a call count. Ignored ones are dropped before the first GEMM and put back after the last."""
+"""Rows: which rows of a call count. Few ignored ones are computed like the others, with coefficients of zero; where
+they are many they are dropped before the first GEMM and put back after the last."""
 
 from __future__ import annotations
 
@@ -12,24 +13,46 @@ import torch
 from liger_cutedsl.call import Gradients, Problem
 from liger_cutedsl.without_data import refuse_without_data
 
+# Up to this share of ignored rows they are masked: computing them costs less than gathering x, spreading dX and waiting
+# for their number before the first GEMM does, and no memory.
+MASKED_SHARE = 0.03
+
+# A zero coefficient does not undo NaN: rows that hold anything beyond this, in any feature, are dropped. The logits of
+# all others are numbers, and so close to what a second GEMM finds that exp of the difference is one, too: with H = 8192
+# and |W| ≤ 1 they are below 2²⁷, where float32 has a spacing of 8.
+LARGEST_MASKED = 2.0**14
+
 
 @dataclass(frozen=True)
 class Rows:
-    """keep, drop: (n_valid,) and (N − n_valid,) int64 indices in ascending order; both None where every row is kept.
+    """keep, drop: (n_valid,) and (N − n_valid,) int64 indices in ascending order; both None where no row is dropped.
 
-    masked: (N,) bool, rows that are kept though they are ignored, because their number is not known; or None.
+    zeroed: (N,) bool, ignored rows that nobody has looked at, because nothing can be read: they are zeros in a copy of
+        x. Or None.
     """
 
     keep: torch.Tensor | None = None
     drop: torch.Tensor | None = None
-    masked: torch.Tensor | None = None
+    zeroed: torch.Tensor | None = None
 
     def compact(self, problem: Problem) -> Problem:
-        if self.masked is not None:  # a zero coefficient does not undo NaN in a hidden state: 0·NaN would reach dW
-            return replace(problem, x=problem.x.masked_fill(self.masked[:, None], 0.0))
+        if self.zeroed is not None:  # 0·NaN would reach dW
+            return replace(problem, x=problem.x.masked_fill(self.zeroed[:, None], 0.0))
         if self.keep is None:
             return problem
         return replace(problem.of(self.keep), dense=True)
+
+    @property
+    def dropped(self) -> int:
+        return 0 if self.drop is None else len(self.drop)
+
+    def bytes(self, problem: Problem) -> int:
+        """What compact() allocates for all rows of a call."""
+        if self.zeroed is None and self.keep is None:
+            return 0
+        rows = problem.tokens if self.keep is None else len(self.keep)
+        indices = 0 if self.keep is None else problem.tokens * 8 + rows * problem.target.itemsize
+        return rows * problem.hidden * problem.x.itemsize + indices
 
     def select(self, values: torch.Tensor) -> torch.Tensor:
         """The kept rows of per-row values (N, …), the opposite of spread. Scalars stay."""
@@ -54,102 +77,139 @@ class Rows:
         return replace(gradients, x=self.spread(gradients.x, 0.0))
 
 
-class NotDense(Exception):
-    """Some targets turned out to be ignored, in a call that had begun as if none were."""
+class TooManyIgnored(Exception):
+    """A call that had begun with all rows has to drop some: many targets are ignored, or few whose rows of x hold what
+    a zero coefficient does not undo."""
 
 
 class TargetCheck:
-    """The only read of device memory in a call: how many targets are valid, the least and the greatest of them.
+    """The only read of device memory in a call: how many targets are valid, the least and the greatest of them, and
+    whether the rows of the others can be masked.
 
-    It is asked for when this is made, and waited for in rows(). A training loop ignores some targets in every step or
-    in none; so where the last call on the device ignored none, likely_dense says that the GPU may start on all rows
-    meanwhile, and confirm_dense() waits for the answer behind the first GEMM.
+    It is asked for when this is made, and waited for in rows(). A training loop ignores about as many targets in every
+    step; so where no row of the last call on the device was dropped, likely_whole says that the GPU may start on all
+    rows meanwhile, and confirm_whole() waits for the answer behind the first GEMM. What is computed does not depend on
+    that guess: coefficients come behind the first GEMM, and know the number of rows that count.
     """
 
-    _ignored_last_time: dict[torch.device, bool] = {}  # noqa: RUF012
+    _dropped_last_time: dict[torch.device, bool] = {}  # noqa: RUF012
 
     def __init__(self, problem: Problem, vocab: int | None = None):
         """vocab: the size targets are checked against, where it is not problem's own. Raises TypeError for tensors
         without data."""
         refuse_without_data(problem)
         self.problem, self._vocab = problem, problem.vocab if vocab is None else vocab
-        target, ignore_index = problem.target, problem.options.ignore_index
-        self._host = self._host_selected = self._ready = None
-        # No reads while a CUDA graph is being captured: rows are masked then, instead of dropped.
+        self._summary = self._host = self._host_selected = self._ready = None
+        self._selected = (0, 0, 0)  # the same of selected_token_ids: how many, the least and the greatest
+        # No reads while a CUDA graph is being captured: rows are zeroed then, in a copy of x.
+        target = problem.target
         self.readable = problem.tokens > 0 and not (target.is_cuda and torch.cuda.is_current_stream_capturing())
         if not self.readable:
             return
         selected = problem.selected_token_ids
         if not target.is_cuda:
-            self._host = _summary(target[~problem.ignored()])
-            self._host_selected = None if selected is None else _summary(selected)
+            self._summary = _summary(problem)
+            if selected is not None and selected.numel():
+                self._selected = selected.numel(), int(selected.min()), int(selected.max())
             return
         from liger_cutedsl.triton_kernels import summarize_targets
 
-        self._host = _pinned_slots()[next(_next_slot) % 1024]
+        self._host = _pinned_slots()[next(_next_slot) % SLOTS]
         with torch.cuda.device(target.device):
-            summarize_targets(target, ignore_index, self._host)
+            summarize_targets(target, problem.options.ignore_index, problem.x, LARGEST_MASKED, self._host)
             if selected is not None and selected.numel():
-                self._host_selected = _pinned_slots()[next(_next_slot) % 1024]
-                summarize_targets(selected, _NO_ID, self._host_selected)
+                self._host_selected = _pinned_slots()[next(_next_slot) % SLOTS]
+                summarize_targets(selected, _NO_ID, problem.x[:0], LARGEST_MASKED, self._host_selected)
             self._ready = torch.cuda.Event()
             self._ready.record()
 
     @property
-    def likely_dense(self) -> bool:
-        return self._ready is not None and not self._ignored_last_time.get(self.problem.device, True)
+    def likely_whole(self) -> bool:
+        return self._ready is not None and not self._dropped_last_time.get(self.problem.device, True)
 
-    def confirm_dense(self) -> None:
-        """Raises NotDense where a target is ignored; ValueError as rows() does."""
-        if self._count() != self.problem.tokens:
-            raise NotDense
+    def whole(self) -> Problem:
+        """The problem for a call that begins with all rows, before anything is known."""
+        return replace(self.problem, dense=False, count=self.count)
+
+    def confirm_whole(self) -> None:
+        """Raises TooManyIgnored where rows are to be dropped; ValueError as rows() does."""
+        if self._drops():
+            raise TooManyIgnored
 
     def rows(self) -> Rows:
         """Raises ValueError for a target that is neither ignore_index nor in [0, V)."""
         if not self.readable:
-            return Rows(masked=self.problem.ignored() if self.problem.tokens else None)
-        n_valid = self._count()
-        if n_valid == self.problem.tokens:
+            return Rows(zeroed=self.problem.ignored() if self.problem.tokens else None)
+        if not self._drops():
             return Rows()
         order = torch.argsort(self.problem.ignored().to(torch.uint8), stable=True)
+        n_valid = self.count()
         return Rows(order[:n_valid], order[n_valid:])
 
     def compact(self, rows: Rows) -> Problem:
-        dense = rows.keep is not None or self.readable or self.problem.tokens == 0
-        return replace(rows.compact(self.problem), dense=dense)
+        problem = rows.compact(self.problem)
+        if rows.keep is not None or self.problem.tokens == 0:
+            return replace(problem, dense=True)
+        if not self.readable:
+            return replace(problem, dense=False, count=None)
+        return replace(problem, dense=self.count() == problem.tokens, count=self.count)
 
-    def _count(self) -> int:
-        problem, ignore_index, vocab = self.problem, self.problem.options.ignore_index, self._vocab
-        if self._ready is not None:
+    def count(self) -> int:
+        """How many targets are valid. Waits for the device, once; raises ValueError as rows() does."""
+        if self._summary is None:
             self._ready.synchronize()
-        n_valid, low, high = (int(v) for v in self._host)
-        if n_valid and (low < 0 or high >= vocab):
+            self._summary = _total(self._host)
+            self._selected = self._selected if self._host_selected is None else _total(self._host_selected)[:3]
+        n_valid, low, high, _ = self._summary
+        if n_valid and (low < 0 or high >= self._vocab):
             raise ValueError(
-                f"target must hold class indices in [0, {vocab}) or ignore_index={ignore_index}, got "
-                f"{low if low < 0 else high} for a vocabulary of {vocab}"
+                f"target must hold class indices in [0, {self._vocab}) or ignore_index="
+                f"{self.problem.options.ignore_index}, got {low if low < 0 else high} for a vocabulary of {self._vocab}"
             )
-        count, low, high = (0, 0, 0) if self._host_selected is None else (int(v) for v in self._host_selected)
-        if count and (low < 0 or high >= vocab):
+        count, low, high = self._selected
+        if count and (low < 0 or high >= self._vocab):
             raise ValueError(
-                f"selected_token_ids must lie in [0, {vocab}), the vocabulary, got {low if low < 0 else high}"
+                f"selected_token_ids must lie in [0, {self._vocab}), the vocabulary, got {low if low < 0 else high}"
             )
-        self._ignored_last_time[problem.device] = n_valid != problem.tokens
         return n_valid
+
+    def _drops(self) -> bool:
+        ignored = self.problem.tokens - self.count()
+        drops = ignored > MASKED_SHARE * self.problem.tokens or self._summary[3] > 0
+        self._dropped_last_time[self.problem.device] = drops
+        return drops
+
+
+# What a check reads: of each part of the rows, the number of valid targets, the least and the greatest of them, and how
+# many of the ignored rows cannot be masked.
+PARTS, SLOTS = 64, 1024
 
 
 @functools.cache
 def _pinned_slots() -> tuple[torch.Tensor, ...]:
-    """Page-locked (3,) int64 tensors. Allocating one costs more than everything else a check does, so they go round:
-    each belongs to its call until 1024 others were given out."""
-    return torch.empty(1024, 3, dtype=torch.int64, device="cpu", pin_memory=True).unbind()
+    """Page-locked (PARTS, 4) int64 tensors. Allocating one costs more than everything else a check does, so they go
+    round: each belongs to its call until SLOTS others were given out."""
+    return torch.empty(SLOTS, PARTS, 4, dtype=torch.int64, device="cpu", pin_memory=True).unbind()
 
 
 _next_slot = itertools.count()
 _NO_ID = -(2**62)  # none of selected_token_ids, which are all looked at
 
 
-def _summary(valid: torch.Tensor) -> tuple[int, int, int]:
-    """(count, least, greatest) of targets; least and greatest mean nothing at count 0."""
-    if not valid.numel():
-        return 0, 0, 0
-    return valid.numel(), int(valid.min()), int(valid.max())
+def _total(parts: torch.Tensor) -> tuple[int, int, int, int]:
+    """The summary of all rows, from those of their parts (PARTS, 4)."""
+    count, low, high, unmaskable = zip(*parts.tolist(), strict=True)
+    return sum(count), min(low), max(high), sum(unmaskable)
+
+
+def _summary(problem: Problem) -> tuple[int, int, int, int]:
+    """(count, least, greatest) of valid targets, and how many of the other rows cannot be masked. Least and greatest
+    mean nothing at count 0."""
+    ignored = problem.ignored()
+    valid = problem.target[~ignored]
+    unmaskable = 0
+    if 0 < problem.tokens - len(valid) <= MASKED_SHARE * problem.tokens:  # else they are dropped anyway
+        unmaskable = int((~(problem.x.detach()[ignored].abs() <= LARGEST_MASKED)).any(dim=1).sum())
+    if not len(valid):
+        return 0, 0, 0, unmaskable
+    return len(valid), int(valid.min()), int(valid.max()), unmaskable

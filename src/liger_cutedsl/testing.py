@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from liger_cutedsl import engines, routing, rows, shards
+from liger_cutedsl import engines, routing, rows, shards, upstream
 from liger_cutedsl.compat import in_backward
 from liger_cutedsl.engines import KernelFailure
 
@@ -33,10 +33,12 @@ def kernel_failure() -> str | None:
 
 def reset() -> None:
     """Forgets what this process remembers of earlier calls: a kernel that failed, the warnings that were given, whether
-    targets were ignored, and how the ranks of a group share a vocabulary (on all of them, or they disagree)."""
+    rows were dropped, what backward was given, and how the ranks of a group share a vocabulary (on all of them, or they
+    disagree)."""
     routing._kernel_failure, routing._warned = None, False
     routing._small_budgets.clear()
-    rows.TargetCheck._ignored_last_time.clear()
+    rows.TargetCheck._dropped_last_time.clear()
+    upstream._histories.clear()
     shards._known_shards.clear()
 
 

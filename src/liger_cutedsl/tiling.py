@@ -15,6 +15,9 @@ ROW_MULTIPLE = 8
 # dz has spare columns: what a row without a target in the tile would write over its target goes there.
 SPARE_COLUMNS = ROW_MULTIPLE
 
+# Of a weight in another dtype than it is multiplied in, so many columns are cast at once: a multiple of every tile.
+CAST_COLUMNS = 16128
+
 # single_pass reads and writes dW once a chunk, under a long product: that costs about as much as this many tokens.
 DW_PASS_TOKENS = 130
 

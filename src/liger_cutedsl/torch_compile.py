@@ -115,7 +115,10 @@ def _flce_backward(grad, lse, target_logit, *arguments):
         task, rows, state = begun_call.task, begun_call.rows, None
         begun_call = replace(begun_call, route=replace(begun_call.route, kept=0))
         if begun_call.route.schedule != liger_triton.NAME:
-            weights = row_weights(task.problem.for_kernels(begun_call.route.dtype))
+            problem = task.problem.for_kernels(begun_call.route.dtype)
+            if problem.options.reduction == "none":  # nothing is divided by their number: it need not be waited for
+                problem = replace(problem, count=None)
+            weights = row_weights(problem)
             state = recompute.RecomputeState(RowStatistics(rows.select(lse), rows.select(target_logit)), weights)
         elif task.problem.options.reduction != "none":  # Liger's operator has these gradients in forward alone
             _, state = forward_of(begun_call)

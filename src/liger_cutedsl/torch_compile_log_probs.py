@@ -104,7 +104,8 @@ def _fllp_backward(of_log_probs, of_entropy, of_selected, lse, target_logit, ent
         begun_call = replace(begun_call, route=replace(begun_call.route, kept=0))
         saved = (lse, target_logit, entropy, selected)
         stats = RowStatistics(**{n: None if v is None else rows.select(v) for n, v in zip(SAVED, saved, strict=True)})
-        weights = row_weights(task.problem.for_kernels(begun_call.route.dtype))
+        # nothing is divided by the number of rows that count: it need not be waited for
+        weights = row_weights(replace(task.problem, count=None))
         upstream = LogProbs(of_log_probs, of_entropy, of_selected)
         return gradients_of(begun_call, recompute.RecomputeState(stats, weights), upstream)
 

@@ -132,28 +132,60 @@ def fold_moments(moments: dict[str, torch.Tensor], headroom: int) -> dict[str, t
 
 
 @triton.jit
-def _summarize_targets(target, summary, n, stride, ignore_index, BLOCK: tl.constexpr):
-    count = tl.zeros((BLOCK,), tl.int64)
-    low = tl.full((BLOCK,), 2**62, tl.int64)
-    high = tl.full((BLOCK,), -(2**62), tl.int64)
-    for start in range(0, n, BLOCK):
-        row = start + tl.arange(0, BLOCK).to(tl.int64)
+def _summarize_targets(
+    target,
+    x,
+    summary,
+    n,
+    hidden,
+    stride,
+    x_row,
+    x_column,
+    ignore_index,
+    limit,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One program for each part of the rows: every so many blocks of ROWS."""
+    count = tl.zeros((ROWS,), tl.int64)
+    low = tl.full((ROWS,), 2**62, tl.int64)
+    high = tl.full((ROWS,), -(2**62), tl.int64)
+    beyond = tl.zeros((ROWS,), tl.int64)
+    for start in range(tl.program_id(0) * ROWS, n, tl.num_programs(0) * ROWS):
+        row = start + tl.arange(0, ROWS).to(tl.int64)
         value = tl.load(target + row * stride, mask=row < n, other=ignore_index).to(tl.int64)
         valid = (row < n) & (value != ignore_index)
         count += valid.to(tl.int64)
         low = tl.where(valid, tl.minimum(low, value), low)
         high = tl.where(valid, tl.maximum(high, value), high)
+        ignored = (row < n) & (value == ignore_index)
+        if tl.sum(ignored.to(tl.int32), 0) > 0:
+            largest = tl.zeros((ROWS, COLUMNS), tl.int32)
+            for first in range(0, hidden, COLUMNS):
+                column = first + tl.arange(0, COLUMNS).to(tl.int64)
+                here = ignored[:, None] & (column < hidden)[None, :]
+                at = row[:, None] * x_row + column[None, :] * x_column
+                numbers = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
+                largest |= 1 - (tl.abs(numbers) <= limit).to(tl.int32)  # NaN is not below it
+            beyond += tl.max(largest, 1).to(tl.int64)
+    summary += tl.program_id(0) * 4
     tl.store(summary, tl.sum(count, 0))
     tl.store(summary + 1, tl.min(low, 0))
     tl.store(summary + 2, tl.max(high, 0))
+    tl.store(summary + 3, tl.sum(beyond, 0))
 
 
-def summarize_targets(target: torch.Tensor, ignore_index: int, summary: torch.Tensor) -> None:
-    """Count, least and greatest of the targets that are not ignore_index into int64 (3,), page-locked host memory."""
+def summarize_targets(
+    target: torch.Tensor, ignore_index: int, x: torch.Tensor, limit: float, summary: torch.Tensor
+) -> None:
+    """For each of the parts of the rows, one for each row of summary (parts, 4), int64 in page-locked host memory:
+    count, least and greatest of the targets that are not ignore_index, and how many of the other rows of x (N, H) hold
+    NaN or what is larger than limit."""
     with torch.cuda.device(target.device):
-        _summarize_targets[(1,)](
-            target, summary, target.numel(), target.stride(0), ignore_index, BLOCK=4096, num_warps=8
-        )
+        _summarize_targets[(summary.shape[0],)](
+            target, x, summary, x.shape[0], x.shape[1], target.stride(0), *x.stride(), ignore_index, limit,
+            ROWS=32, COLUMNS=256, num_warps=8,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -40,8 +40,8 @@ class _NoEvent:
     synchronize = record
 
 
-def _matmul(a, b, *, out, accumulate=False, alpha=1.0):
-    old = out.float().clone() if accumulate else 0.0
+def _matmul(a, b, *, out, beta=0.0, alpha=1.0):
+    old = beta * out.float() if beta else 0.0
     out.fill_(float("nan"))
     return out.copy_(alpha * (a.float() @ b.float()) + old)
 

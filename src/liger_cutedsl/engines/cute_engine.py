@@ -132,6 +132,13 @@ class CuteEngine:
         per_row = tiles * (4 * sums + 8 * options.needs_argmax)
         return problem.tokens * (per_row + self._exp_partials(problem, kept))
 
+    def operand_bytes(self, problem: Problem) -> int:
+        return 0
+
+    def column_sums_bytes(self, problem: Problem, columns: int) -> int:
+        """A row for each block of rows that one program sums."""
+        return -(-problem.tokens // SUMMED_ROWS) * columns * 4
+
     def exp_tile(self, problem: Problem) -> int:
         return tile_of(exp_kind(problem.options), problem.x).tile_n
 
@@ -147,8 +154,8 @@ class CuteEngine:
     def chunk_bytes(self, problem: Problem, rows: int) -> int:
         """Exponentials, and the partial results of their reductions."""
         row = problem.gemm_dtype.itemsize * (problem.vocab + 8)
-        row += 0 if problem.bias is None else problem.vocab * 4 // SUMMED_ROWS
-        return rows * (row + self._exp_partials(problem, problem.vocab))
+        row += self._exp_partials(problem, problem.vocab)
+        return rows * row + (0 if problem.bias is None else -(-rows // SUMMED_ROWS) * problem.vocab * 4)
 
     def _exp_partials(self, problem: Problem, columns: int) -> int:
         """Bytes a row of the partial results of exp_chunk."""

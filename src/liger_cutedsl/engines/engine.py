@@ -86,6 +86,14 @@ class Engine(Protocol):
         """Workspace that recompute's forward takes beside the exponentials of the first `kept` columns."""
         ...
 
+    def operand_bytes(self, problem: Problem) -> int:
+        """Workspace that gemm_operand takes for all of W, and a product for all of a 16-bit dW."""
+        ...
+
+    def column_sums_bytes(self, problem: Problem, columns: int) -> int:
+        """Workspace that scale_chunk takes for the sums of so many columns."""
+        ...
+
     def exp_tile(self, problem: Problem) -> int:
         """Columns that share a maximum in exp_chunk."""
         ...

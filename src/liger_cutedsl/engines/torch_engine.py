@@ -26,6 +26,8 @@ from liger_cutedsl.objective import RowCoefficients
 from liger_cutedsl.row_statistics import RowStatistics, combined, over_parts
 from liger_cutedsl.tiling import Tile, vocabulary_tiles
 
+WIDEST_TILE = 8192  # wider ones gain nothing
+
 
 class TorchEngine:
     """An Engine that needs nothing but PyTorch.
@@ -108,17 +110,27 @@ class TorchEngine:
         return self._dz_dtype or torch.promote_types(gemm_dtype, torch.float32)
 
     def tile_width(self, problem: Problem, fitting: int, kept: int) -> int:
-        return min(fitting, 8192)  # wider tiles gain nothing
+        return min(fitting, WIDEST_TILE)
 
     def column_bytes(self, problem: Problem) -> int:
-        """(N, tile) temporaries, as many as measured, and a row of W, widened."""
-        options = problem.options
-        temporaries = 6 + 3 * (options.softcap is not None) + 4 * options.needs_moments
-        return problem.compute_dtype.itemsize * (temporaries * problem.tokens + problem.hidden)
+        """dz and (N, tile) temporaries, as many as measured, and a row of a 16-bit W, widened."""
+        return self._column(problem, 1 + _backward_temporaries(problem))
 
     def forward_bytes(self, problem: Problem, tile_width: int, kept: int) -> int:
         kept_part = self._exp_temporaries(problem, problem.tokens) if kept else 0
-        return max(self.column_bytes(problem) * tile_width, kept_part)
+        tile_width = min(tile_width, problem.vocab - kept)
+        return max(self._column(problem, _forward_temporaries(problem)) * tile_width, kept_part)
+
+    def _column(self, problem: Problem, temporaries: int) -> int:
+        widened = problem.hidden if problem.gemm_dtype.itemsize == 2 else 0
+        return problem.compute_dtype.itemsize * (temporaries * problem.tokens + widened)
+
+    def operand_bytes(self, problem: Problem) -> int:
+        widened = problem.gemm_dtype.itemsize == 2
+        return problem.vocab * problem.hidden * problem.compute_dtype.itemsize if widened else 0
+
+    def column_sums_bytes(self, problem: Problem, columns: int) -> int:
+        return 0
 
     def exp_tile(self, problem: Problem) -> int:
         """As many as in the CuTe engine on Hopper, so that tests see their edges."""
@@ -128,20 +140,36 @@ class TorchEngine:
         return fitting
 
     def chunk_bytes(self, problem: Problem, rows: int) -> int:
-        """Exponentials, temporaries of a tile, and a 16-bit W, or its gradient, widened."""
-        widened = problem.vocab * problem.hidden if problem.gemm_dtype.itemsize == 2 else 0
-        numbers = rows * problem.vocab + problem.tokens * 8 + widened
+        """Exponentials, or dz, and temporaries of a tile."""
+        numbers = rows * problem.vocab + problem.tokens * 8
+        if problem.options.needs_slope_apart:
+            temporaries = max(_forward_temporaries(problem), _backward_temporaries(problem))
+            return problem.compute_dtype.itemsize * (numbers + temporaries * rows * min(WIDEST_TILE, problem.vocab))
         return problem.compute_dtype.itemsize * numbers + self._exp_temporaries(problem, rows)
 
     def _exp_temporaries(self, problem: Problem, rows: int) -> int:
         """Bytes of the temporaries of a tile of exponentials, as many as measured."""
         options = problem.options
-        temporaries = 6 + 2 * (problem.bias is not None) + 4 * (options.softcap is not None) + 4 * options.needs_moments
+        temporaries = 6 + 2 * (problem.bias is not None) + 5 * (options.softcap is not None) + options.needs_argmax
+        temporaries += 4 * options.needs_moments
         return problem.compute_dtype.itemsize * temporaries * rows * self.exp_tile(problem)
 
     def _accumulator(self, x: torch.Tensor, problem: Problem, tile: Tile) -> torch.Tensor:
         acc = x.new_empty(problem.tokens, tile.width)
         return matmul(x, self.gemm_operand(problem.weight[tile.columns]).t(), out=acc)
+
+
+def _forward_temporaries(problem: Problem) -> int:
+    """(rows, columns) temporaries that a tile's logits take, as measured."""
+    return 2 + (problem.bias is not None) + 5 * (problem.options.softcap is not None)
+
+
+def _backward_temporaries(problem: Problem) -> int:
+    """Those of its dz, beside dz."""
+    options, bias = problem.options, problem.bias is not None
+    if options.softcap is not None:
+        return 7 + bias
+    return 3 + bias + (options.smoothing and problem.ce_weight is not None)
 
 
 def _broadcast_operands(names, problem: Problem, tile: Tile) -> dict:

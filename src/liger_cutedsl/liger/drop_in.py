@@ -19,8 +19,9 @@ from liger_cutedsl.call import Problem, WantedGradients, autocast_dtype, planned
 from liger_cutedsl.checks import check_tensors
 from liger_cutedsl.compat import FakeTensorMode, constant_in_graphs
 from liger_cutedsl.options import LogProbOptions
-from liger_cutedsl.route import Settings
+from liger_cutedsl.route import REPLACED, Settings
 from liger_cutedsl.routing import choose_route
+from liger_cutedsl.tiling import CAST_COLUMNS
 
 _LEAST_MB = 16.0  # less than one of the blocks that torch's allocator takes of a GPU: of a call that small, nobody asks
 _LOG = logging.getLogger(__name__)
@@ -55,12 +56,14 @@ def forget_notes() -> None:
     _said.clear()
 
 
-def settings_within(original_bytes: int) -> Settings:
-    """The user's settings; where they name no workspace, what the original takes in the same call is the budget."""
+def settings_within(problem: Problem, original_bytes: int) -> Settings:
+    """The user's settings; where they name no workspace, what the original takes in the same call is the budget, less
+    what ours copies of its inputs, which is counted beside it."""
     settings = Settings.resolve()
     if os.environ.get("LIGER_CUTEDSL_WORKSPACE_MB"):
         return settings
-    return replace(settings, workspace_mb=max(original_bytes / 2**20, _LEAST_MB), implied=True)
+    rest = original_bytes - problem.casts_bytes(problem.gemm_dtype, min(problem.vocab, CAST_COLUMNS))
+    return replace(settings, workspace_mb=max(rest / 2**20, _LEAST_MB), source=REPLACED)
 
 
 def obstacle(problem: Problem, settings: Settings) -> str | None:
@@ -77,7 +80,7 @@ def obstacle(problem: Problem, settings: Settings) -> str | None:
     route = choose_route(problem, WantedGradients.of(problem), settings)
     if route.engine != "cute":
         return route.reason
-    if settings.implied and route.workspace_bytes > settings.budget:
+    if settings.source == REPLACED and route.workspace_bytes - route.copied_bytes > settings.budget(0):
         return f"it needs less memory than ours, which takes {route.workspace_bytes / 2**20:.0f} MiB"
     return None
 

@@ -119,7 +119,7 @@ def _run(cls, tensors, options: dict) -> tuple[LogProbs | None, str]:
         return None, reason
     problem = Problem(x, weight, target, options=options, selected_token_ids=selected)
     theirs = drop_in.original_of(cls, HOME)
-    settings = drop_in.settings_within(original_bytes(problem, theirs))
+    settings = drop_in.settings_within(problem, original_bytes(problem, theirs))
     if not refused(problem, theirs):
         reason = drop_in.obstacle(problem, settings)
     if reason is not None:
@@ -134,7 +134,7 @@ def _run_split(tensors, tp_group, options: dict) -> tuple[LogProbs | None, str]:
     if options is None:
         return None, reason
     problem = Problem(*tensors, options=options)
-    settings = drop_in.settings_within(_bytes_in_chunks(problem, elements=3))
+    settings = drop_in.settings_within(problem, _bytes_in_chunks(problem, elements=3))
     task = Task(problem, WantedGradients.of(problem), replace(settings, engine="cute"))
     if settings.engine == "auto" and problem.x.is_cuda and not _differs_from_liger(problem):
         reason = cute_obstacle(task)

@@ -101,7 +101,7 @@ def _run(tensors, chunk_size, options: dict, flags: dict) -> tuple[LogProbs | No
         return None, str(error)
     with _projecting_in(hidden, weight):
         problem = _problem(hidden, weight, bias, targets, options)
-        settings = drop_in.settings_within(original_bytes(problem, chunk_size))
+        settings = drop_in.settings_within(problem, original_bytes(problem, chunk_size))
         reason = drop_in.obstacle(problem, settings)
         if reason is not None and trl_runs_on(problem.device):
             return None, reason

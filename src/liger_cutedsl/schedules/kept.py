@@ -17,18 +17,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class KeptGradients:
-    """Gradients for an upstream gradient of 1, None from when they began to be handed over; the dtypes to return."""
+    """Gradients for the upstream gradient that was expected, None from when they began to be handed over; the dtypes to
+    return."""
 
     gradients: Gradients | None
     wanted: WantedGradients
+    expected: float = 1.0
 
     @classmethod
-    def of(cls, sums: Gradients, wanted: WantedGradients) -> KeptGradients:
+    def of(cls, sums: Gradients, wanted: WantedGradients, expected: float) -> KeptGradients:
         """Gradients that may be wider than they are wanted: rounded now, but float16 when the upstream gradient is
         known, because what a loss scale makes of them may fit where they do not."""
-        return cls(sums.each(lambda g, dtype: g if dtype == torch.float16 else g.to(dtype), wanted), wanted)
+        rounded = sums.each(lambda g, dtype: g if dtype == torch.float16 else g.to(dtype), wanted)
+        return cls(rounded, wanted, expected)
 
-    def for_upstream(self, factor: torch.Tensor, rows: Rows) -> Gradients:
+    def for_upstream(self, upstream: torch.Tensor, rows: Rows) -> Gradients:
         """In their rows' places and handed over, scaled in place; or scaled copies, while the graph is kept for another
         backward. What takes memory comes first: where there is none, another backward finds everything as it was.
         """
@@ -38,6 +41,9 @@ class KeptGradients:
                 "run forward again, or call the earlier one with retain_graph=True"
             )
         kept, in_place = graph_is_kept(), self.gradients.each(lambda g, dtype: g.dtype == dtype, self.wanted)
+        factor = upstream
+        if self.expected != 1.0:  # exactly 1 where it came
+            factor = torch.where(upstream == self.expected, torch.ones_like(upstream), upstream / self.expected)
 
         def copied(gradient, dtype):
             if gradient.dtype != dtype:  # rounded once, on the way

@@ -20,6 +20,7 @@ no memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -33,27 +34,16 @@ from liger_cutedsl.gemm import matmul
 from liger_cutedsl.objective import RowCoefficients, RowWeights, dz_unit
 from liger_cutedsl.route import Route
 from liger_cutedsl.row_statistics import RowStatistics, combined, over_parts
-from liger_cutedsl.schedules import selected
+from liger_cutedsl.schedules import footprint, selected
+from liger_cutedsl.schedules.exponentials import KeptExponentials, Waiting, end_of, exponentials_buffer, kept_columns
 from liger_cutedsl.schedules.schedule import Task, gemms
-from liger_cutedsl.tiling import ROW_MULTIPLE, SPARE_COLUMNS, TILE_QUANTUM, Tile, fitting_width, vocabulary_tiles
+from liger_cutedsl.tiling import CAST_COLUMNS, SPARE_COLUMNS, TILE_QUANTUM, Tile, fitting_width, vocabulary_tiles
 
 NAME = "recompute"
 
 # dz in fp16 is scaled so that its largest entry is near 2¹⁴: a quarter of fp16's largest number, while a
 # probability of 1e-5 stays a normal number of it.
 FP16_HEADROOM = 2.0**14
-
-
-ALIGNMENT = 128  # bytes, of the first exponential in dW's memory: TMA wants 16, a cache line has 128
-
-
-@dataclass
-class KeptExponentials:
-    """exp(z − tile maximum) of the first columns: e (N, kept), maxima (N, tiles); dW (V, H) if e lies in its memory."""
-
-    e: torch.Tensor
-    maxima: torch.Tensor
-    weight_gradient: torch.Tensor | None = None
 
 
 @dataclass
@@ -66,10 +56,11 @@ class RecomputeState:
 
     def take_kept(self) -> KeptExponentials | None:
         """The exponentials, once: they turn into dz where they lie. A backward that keeps its graph recomputes all."""
-        if graph_is_kept():
+        if self.kept is None or self.kept.taken.done or graph_is_kept():
             return None
-        kept, self.kept = self.kept, None
-        return kept
+        self.kept.taken.done = True
+        self.kept.waiting.end()
+        return self.kept
 
 
 def obstacle(engine, task: Task) -> None:
@@ -77,18 +68,14 @@ def obstacle(engine, task: Task) -> None:
 
 
 def plan(engine, task: Task, reason: str) -> Route:
-    problem, wanted, budget = task.local, task.wanted, task.settings.budget
+    problem, wanted, copies = task.local, task.wanted, footprint.copied_bytes(task, CAST_COLUMNS)
     if problem.vocab == 0:  # a shard of nothing but padding
         return Route(engine.name, NAME, problem.gemm_dtype, reason, tile_width=TILE_QUANTUM)
-    fixed, column = accumulator_bytes(problem, wanted), engine.column_bytes(problem)
+    budget = footprint.budget(engine, task)
     kept = kept_columns(engine, problem, wanted, budget)
     tiled = 0 if kept == problem.vocab else kept  # all are kept: tiles are for a second backward
+    fixed, column = accumulator_bytes(problem, wanted), engine.column_bytes(problem)
     width = engine.tile_width(problem, fitting_width(problem.vocab - tiled, column, budget - fixed), tiled)
-    if kept == problem.vocab:
-        used = engine.chunk_bytes(problem, problem.tokens)
-    else:
-        backward = fixed + column * (width + SPARE_COLUMNS) if wanted else 0
-        used = max(backward, engine.forward_bytes(problem, width, kept))
     count = gemms(4 - kept / problem.vocab, wanted) if wanted else 1
     return Route(
         engine.name,
@@ -98,7 +85,8 @@ def plan(engine, task: Task, reason: str) -> Route:
         tile_width=width,
         kept=kept,
         gemms=count,
-        workspace_bytes=used,
+        workspace_bytes=footprint.recompute_bytes(engine, task, width, kept),
+        copied_bytes=copies,
     )
 
 
@@ -109,26 +97,8 @@ def accumulator_bytes(problem: Problem, wanted: WantedGradients) -> int:
     return problem.tokens * problem.hidden * problem.compute_dtype.itemsize
 
 
-def kept_columns(engine, problem: Problem, wanted: WantedGradients, budget: int) -> int:
-    """How many columns' exponentials are kept: V where they fit the budget (bytes), else what dW's memory holds.
-
-    None for fp16, whose dW goes through a float32 copy that would be as large as what is saved.
-    """
-    e_dtype = engine.dz_dtype(problem.gemm_dtype)
-    if not wanted or e_dtype == torch.float16 or problem.tokens == 0 or problem.options.needs_slope_apart:
-        return 0
-    if engine.chunk_bytes(problem, problem.tokens) <= budget:
-        return problem.vocab
-    if wanted.weight is None:
-        return 0
-    row, column = problem.hidden * wanted.weight.itemsize, problem.tokens * e_dtype.itemsize
-    fitting = max(0, problem.vocab * row - 2 * ALIGNMENT) // (row + column)
-    multiple = engine.exp_tile(problem) if fitting >= engine.exp_tile(problem) else ROW_MULTIPLE
-    return fitting // multiple * multiple
-
-
 def forward(engine, task: Task, route: Route) -> tuple[NamedTuple, RecomputeState]:
-    problem, local = task.problem, task.local.for_kernels(route.dtype)
+    problem, local = task.problem, task.local.for_kernels(route.dtype, but=("weight",))
     try:
         stats, kept = _statistics(engine, local, route, task.wanted)
         stats = replace(stats, selected=selected.logits(engine, local))
@@ -147,33 +117,33 @@ def _statistics(
     """Row statistics, and what backward will not have to recompute."""
     if problem.vocab == 0:
         return RowStatistics.of_no_columns(problem), None
-    if not route.kept:
-        return engine.row_statistics(problem, route.tile_width), None
-    e_dtype = engine.dz_dtype(problem.x.dtype)
+    e, weight_gradient, e_dtype = None, None, engine.dz_dtype(problem.x.dtype)
     if route.kept == problem.vocab:
         e = exponentials_buffer(problem, problem.tokens, e_dtype)
-        stats, maxima = engine.exp_chunk(problem, out=e)
-        return stats, KeptExponentials(e, maxima)
-    weight_gradient = replace(wanted, x=None, bias=None).allocate(problem).weight
-    e = _end_of(weight_gradient, problem.tokens, route.kept, e_dtype)
-    first, maxima = engine.exp_chunk(problem.of_columns(slice(0, route.kept)), out=e)
-    rest = engine.row_statistics(problem.of_columns(slice(route.kept, None)), route.tile_width)
-    if rest.argmax is not None:
-        rest = replace(rest, argmax=rest.argmax + route.kept)
-    return over_parts(combined([first, rest], torch.stack)), KeptExponentials(e, maxima, weight_gradient)
+    elif route.kept:
+        weight_gradient = replace(wanted, x=None, bias=None).allocate(problem).weight
+        e = end_of(weight_gradient, problem.tokens, route.kept, e_dtype)
+    pieces, maxima = [], []
+    for tile in (*_parts(problem, 0, route.kept), *_parts(problem, route.kept, problem.vocab)):
+        part = problem if tile.width == problem.vocab else problem.of_columns(tile.columns)
+        part = part.for_kernels(route.dtype)
+        if tile.start < route.kept:
+            stats, m = engine.exp_chunk(part, out=e[:, tile.columns])
+            maxima.append(m)
+        else:
+            stats = engine.row_statistics(part, route.tile_width)
+        pieces.append(stats if stats.argmax is None else replace(stats, argmax=stats.argmax + tile.start))
+    stats = pieces[0] if len(pieces) == 1 else over_parts(combined(pieces, torch.stack))
+    if not maxima:
+        return stats, None
+    maxima = maxima[0] if len(maxima) == 1 else torch.cat(maxima, dim=1)
+    return stats, KeptExponentials(e, maxima, weight_gradient, Waiting.of(e, weight_gradient))
 
 
-def exponentials_buffer(problem: Problem, rows: int, dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised (rows, V), its rows at multiples of 16 bytes, as the copy engine (TMA) wants."""
-    width = -(-problem.vocab // ROW_MULTIPLE) * ROW_MULTIPLE
-    return torch.empty(rows, width, dtype=dtype, device=problem.device)[:, : problem.vocab]
-
-
-def _end_of(matrix: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """A (rows, columns) matrix of another dtype in the last bytes of a contiguous one."""
-    memory, size = matrix.view(-1).view(torch.uint8), rows * columns * dtype.itemsize
-    start = (memory.numel() - size) // ALIGNMENT * ALIGNMENT
-    return memory[start : start + size].view(dtype).view(rows, columns)
+def _parts(problem: Problem, start: int, stop: int) -> Iterator[Tile]:
+    """Columns [start, stop) in as many parts as are cast at once: one, where weight is multiplied as it is."""
+    cast = problem.weight.dtype != problem.x.dtype
+    return vocabulary_tiles(stop, CAST_COLUMNS if cast else max(stop - start, 1), start)
 
 
 def backward(engine, task: Task, route: Route, state: RecomputeState, upstream: NamedTuple) -> Gradients:
@@ -185,7 +155,7 @@ def backward(engine, task: Task, route: Route, state: RecomputeState, upstream: 
 
 
 def _gradients(engine, task: Task, route: Route, state: RecomputeState, upstream: NamedTuple) -> Gradients:
-    problem, tile_width = task.local.for_kernels(route.dtype), route.tile_width
+    problem, tile_width = task.local.for_kernels(route.dtype, but=("weight",)), route.tile_width
     dz_dtype, unscale = engine.dz_dtype(problem.x.dtype), None
     unit = dz_unit(problem, dz_dtype)
     coefficients = objectives.of(problem.options).coefficients(state.stats, state.rows, problem, upstream, unit)
@@ -197,7 +167,9 @@ def _gradients(engine, task: Task, route: Route, state: RecomputeState, upstream
         dz, first = kept.e, kept.e.shape[1]
         part = problem if first == problem.vocab else problem.of_columns(slice(0, first))
         sums = engine.scale_chunk(part, dz, kept.maxima, state.stats.lse, coefficients, task.wanted.bias is not None)
-        sink.add(dz, Tile(0, first), sums)
+        for tile in _parts(problem, 0, first):
+            weight = problem.weight[tile.columns].to(route.dtype)
+            sink.add(dz[:, tile.columns], tile, weight, None if sums is None else sums[tile.columns])
         if first == problem.vocab:
             return sink.finish()
         del kept
@@ -206,11 +178,12 @@ def _gradients(engine, task: Task, route: Route, state: RecomputeState, upstream
     owner, column = target // tile_width, (target % tile_width).long()
     for index, tile in enumerate(vocabulary_tiles(problem.vocab, tile_width, first)):
         dz = buffer[:, : tile.width]
-        engine.dz_tile(problem, state.stats.lse, coefficients, tile, out=dz)
+        part = problem.columns_for_kernels(tile.columns, route.dtype)
+        engine.dz_tile(part, state.stats.lse, coefficients, Tile(0, tile.width), out=dz)
         buffer.scatter_(1, column.masked_fill(owner != index, tile_width)[:, None], fix)
-        sink.add(dz, tile)
+        sink.add(dz, tile, part.weight)
     del buffer  # before dX takes memory a second time, in its own dtype
-    dz = None
+    dz = part = None
     return sink.finish()
 
 
@@ -221,8 +194,8 @@ class _GradientSink:
         self.engine, self.problem, self.split, self.wanted = engine, problem, task.split, task.wanted
         self.alpha, self.unscale, self.pending, self.selected_dz = alpha, unscale, None, selected_dz
         self.x = engine.gemm_operand(problem.x) if task.wanted.weight is not None else None
-        whole = kept is not None and kept.e.shape[1] == problem.vocab
-        one_product = whole and not task.split.sums_dx and selected_dz is None
+        alone = kept is not None and kept.e.shape[1] == problem.vocab and len([*_parts(problem, 0, problem.vocab)]) == 1
+        one_product = alone and not task.split.sums_dx and selected_dz is None
         # dX is summed in the compute dtype; its own dtype comes last
         sums = task.wanted if one_product else replace(task.wanted, x=task.wanted.x and problem.compute_dtype)
         lent = None if kept is None else kept.weight_gradient
@@ -233,11 +206,12 @@ class _GradientSink:
             self.gradients.x.zero_()
             self._dx_is_complete()
 
-    def add(self, dz: torch.Tensor, tile: Tile, column_sums: torch.Tensor | None = None) -> None:
+    def add(self, dz: torch.Tensor, tile: Tile, weight: torch.Tensor, column_sums: torch.Tensor | None = None) -> None:
+        """weight: the tile's rows, as they are multiplied."""
         grads = self.gradients
         if grads.x is not None:
-            weight = self.engine.gemm_operand(self.problem.weight[tile.columns])
-            matmul(dz, weight, out=grads.x, accumulate=tile.start > 0, alpha=self.alpha)
+            weight = self.engine.gemm_operand(weight)
+            matmul(dz, weight, out=grads.x, beta=float(tile.start > 0), alpha=self.alpha)
             if tile.stop == self.problem.vocab:
                 if self.selected_dz is not None:
                     selected.add_dx(self.engine, self.problem, self.selected_dz, grads.x, self.alpha)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -17,12 +18,19 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Task:
     """What a schedule is to do: a problem of rows that count, with targets of the whole vocabulary; the gradients that
-    will be asked for; what the user asked for; and the share of the vocabulary that this process computes."""
+    will be asked for; what the user asked for; and the share of the vocabulary that this process computes.
+
+    expected_upstream: what backward is likely to be given for the loss, asked behind the first GEMM; None for 1.
+    dropped: how many rows of the caller's the problem leaves out.  beside: bytes of the copy that it is of the others.
+    """
 
     problem: Problem
     wanted: WantedGradients
     settings: Settings
     split: Split = WHOLE
+    expected_upstream: Callable[[Problem], float] | None = None
+    dropped: int = 0
+    beside: int = 0
 
     @functools.cached_property
     def local(self) -> Problem:

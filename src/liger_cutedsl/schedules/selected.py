@@ -21,7 +21,7 @@ def logits(engine, problem: Problem) -> torch.Tensor | None:
     if not len(ids) or not problem.vocab:
         return u.fill_(-torch.inf)
     flags = EpilogueFlags.of(problem)
-    matmul(engine.gemm_operand(problem.x), engine.gemm_operand(problem.weight[ids]).t(), out=u)
+    matmul(engine.gemm_operand(problem.x), _rows(engine, problem, ids).t(), out=u)
     u = biased(flags, u, vocabulary_operands(flags.uncapped_operands, problem, lambda vector: vector[ids]))
     return u.masked_fill(~here, -torch.inf)
 
@@ -31,7 +31,7 @@ def add_dx(engine, problem: Problem, dz: torch.Tensor, dx: torch.Tensor, alpha: 
     ids, here = _places(problem)
     if len(ids):
         dz = torch.where(here, dz, 0.0).to(engine.dz_dtype(problem.x.dtype))
-        matmul(dz, engine.gemm_operand(problem.weight[ids]), out=dx, accumulate=True, alpha=alpha)
+        matmul(dz, _rows(engine, problem, ids), out=dx, beta=1.0, alpha=alpha)
 
 
 def add_dw(engine, problem: Problem, dz: torch.Tensor, gradients: Gradients, factor) -> None:
@@ -51,6 +51,11 @@ def add_dw(engine, problem: Problem, dz: torch.Tensor, gradients: Gradients, fac
         _add_rows(gradients.weight, ids, rows * factor)
     if gradients.bias is not None:
         _add_rows(gradients.bias, ids, dz.sum(dim=0) * factor)
+
+
+def _rows(engine, problem: Problem, ids: torch.Tensor) -> torch.Tensor:
+    """W[ids] as it is multiplied."""
+    return engine.gemm_operand(problem.weight[ids].to(problem.x.dtype))
 
 
 def _add_rows(matrix: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:

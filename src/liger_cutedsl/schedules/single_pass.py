@@ -3,7 +3,7 @@
     for each chunk:  e = exp(x·Wᵀ − tile maximum) into a (chunk, V) buffer, with the tiles' maxima and sums
                      dz = e scaled by each row's coefficients, in place, the target's element exact
                      dX[chunk] = dz·W;  dW += dzᵀ·x;  db += Σ_i dz
-    backward:        the gradients times the upstream gradient, a scalar
+    backward:        the gradients times the upstream gradient, a scalar: at once in forward where it is expected
 
 Faster than `recompute` by the fourth GEMM; dW is rounded once per chunk unless its sum is wider (Route.dw_sum). It
 cannot know the upstream gradient, so reduction="none" takes `recompute`; and calls without gradients store no
@@ -14,7 +14,8 @@ fp16's gradients are kept in fp32 until the upstream gradient is known (WantedGr
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,11 +23,12 @@ from liger_cutedsl import gemm, objectives
 from liger_cutedsl.call import Gradients, Problem, WantedGradients
 from liger_cutedsl.cross_entropy import LossOutput
 from liger_cutedsl.gemm import matmul
-from liger_cutedsl.objective import RowCoefficients, dz_unit, row_weights
+from liger_cutedsl.objective import RowCoefficients, RowWeights, dz_unit, row_weights
 from liger_cutedsl.route import Route
 from liger_cutedsl.row_statistics import RowStatistics, combined
+from liger_cutedsl.schedules import footprint
+from liger_cutedsl.schedules.exponentials import exponentials_buffer
 from liger_cutedsl.schedules.kept import KeptGradients
-from liger_cutedsl.schedules.recompute import exponentials_buffer
 from liger_cutedsl.schedules.schedule import Task, gemms
 from liger_cutedsl.tiling import TILE_QUANTUM, slices, vocabulary_tiles
 
@@ -49,13 +51,6 @@ def sum_dtypes(problem: Problem, wanted: WantedGradients) -> WantedGradients:
     return replace(kept, weight=accum if wider else kept.weight, bias=wanted.bias and problem.compute_dtype)
 
 
-def sums_bytes(problem: Problem, wanted: WantedGradients, sums: WantedGradients) -> int:
-    """Bytes of the sums that are not themselves the gradients."""
-    sizes = (problem.tokens * problem.hidden, problem.vocab * problem.hidden, problem.vocab)
-    dtypes = zip(sizes, sums, wanted, strict=True)
-    return sum(size * kept.itemsize for size, kept, final in dtypes if kept is not None and kept != final)
-
-
 def roundings(problem: Problem, sums: WantedGradients, chunk: int) -> int:
     """How often dW is rounded to 16 bits."""
     narrow = sums.weight is not None and sums.weight.itemsize == 2
@@ -71,7 +66,7 @@ def obstacle(engine, task: Task) -> str | None:
     if options.needs_slope_apart and task.settings.schedule != NAME:
         return "stored exponentials hold the softcap's slope, and label smoothing or an entropy needs both apart"
     if engine.dz_dtype(problem.gemm_dtype) == torch.float16:
-        if options.reduction == "mean" and not problem.dense:  # while a CUDA graph is captured
+        if options.reduction == "mean" and not problem.dense and problem.count is None:  # while a graph is captured
             return "a float16 mean needs a scale from the number of valid rows, which only the device knows"
         if not fp16_scale_fits(problem):
             return "float16 with class weights, token scaling or a z-loss needs a scale known only in backward"
@@ -79,17 +74,13 @@ def obstacle(engine, task: Task) -> str | None:
 
 
 def plan(engine, task: Task, reason: str) -> Route:
-    problem, wanted, budget = task.problem, task.wanted, task.settings.budget
-    sums = sum_dtypes(problem, wanted)
-    one, two = engine.chunk_bytes(problem, 1), engine.chunk_bytes(problem, 2)
-    per_row, fixed = two - one, 2 * one - two
-    fitting = (budget - sums_bytes(problem, wanted, sums) - fixed) // per_row // TILE_QUANTUM * TILE_QUANTUM
-    least = min(SMALLEST_CHUNK, problem.tokens)
-    chunk = engine.chunk_size(problem, min(max(fitting, least), problem.tokens))
-    beside = engine.chunk_bytes(problem, chunk)
+    problem, wanted = task.problem, task.wanted
+    sums, copies = sum_dtypes(problem, wanted), footprint.copied_bytes(task)
+    allowed = footprint.budget(engine, task) + copies
+    chunk = _fitting_chunk(engine, task, sums, allowed)
     if roundings(problem, sums, chunk) > MOST_ROUNDINGS:
         wide = replace(sums, weight=problem.compute_dtype)
-        if sums_bytes(problem, wanted, wide) + beside <= budget:
+        if footprint.single_pass_bytes(engine, task, wide, chunk) <= allowed:
             sums = wide
     return Route(
         engine.name,
@@ -99,18 +90,31 @@ def plan(engine, task: Task, reason: str) -> Route:
         chunk=chunk,
         dw_sum=sums.weight,
         gemms=gemms(3 + problem.options.needs_slope_apart, wanted),
-        workspace_bytes=sums_bytes(problem, wanted, sums) + beside,
+        workspace_bytes=footprint.single_pass_bytes(engine, task, sums, chunk),
+        copied_bytes=copies,
     )
+
+
+def _fitting_chunk(engine, task: Task, sums: WantedGradients, allowed: int) -> int:
+    """The engine's choice among the chunks that fit the allowed bytes; SMALLEST_CHUNK where none does."""
+    problem, least = task.problem, min(SMALLEST_CHUNK, task.problem.tokens)
+    per_row = engine.chunk_bytes(problem, 2) - engine.chunk_bytes(problem, 1)
+    spare = allowed - footprint.single_pass_bytes(engine, task, sums, 1) + per_row
+    fitting = min(max(spare // per_row // TILE_QUANTUM * TILE_QUANTUM, least), problem.tokens)
+    chunk = engine.chunk_size(problem, fitting)
+    while fitting > least and footprint.single_pass_bytes(engine, task, sums, chunk) > allowed:
+        fitting = max(least, fitting - TILE_QUANTUM)  # what a product of few rows allocates is none of per_row
+        chunk = engine.chunk_size(problem, fitting)
+    return chunk
 
 
 def forward(engine, task: Task, route: Route) -> tuple[LossOutput, KeptGradients]:
     problem, wanted = task.problem, task.wanted
     sink = _GradientSink(engine, problem, replace(sum_dtypes(problem, wanted), weight=route.dw_sum))
     problem = problem.for_kernels(route.dtype)
-    dz_dtype, rows = engine.dz_dtype(problem.x.dtype), row_weights(problem)
-    dz_scale = dz_unit(problem, dz_dtype) * (FP16_DZ if dz_dtype == torch.float16 else 1.0)
-    objective, alpha = objectives.of(problem.options), problem.options.scale / dz_scale
-    upstream = LossOutput(torch.ones((), dtype=problem.compute_dtype, device=problem.device))
+    dz_dtype = engine.dz_dtype(problem.x.dtype)
+    objective = objectives.of(problem.options)
+    weigh = functools.cache(functools.partial(_Weighing.of, problem, dz_dtype, task.expected_upstream))
     buffer = exponentials_buffer(problem, min(route.chunk, problem.tokens), dz_dtype)
     dz_of = _recomputed if problem.options.needs_slope_apart else _from_exponentials
     pieces = []
@@ -119,14 +123,35 @@ def forward(engine, task: Task, route: Route) -> tuple[LossOutput, KeptGradients
         dz = buffer[: part.tokens]
 
         def coefficients(stats, part=part, chunk=chunk):
-            return objective.coefficients(stats, rows.of(chunk), part, upstream, dz_scale)
+            weighing = weigh()
+            return objective.coefficients(stats, weighing.rows.of(chunk), part, weighing.upstream, weighing.dz_scale)
 
         stats, column_sums = dz_of(engine, part, dz, coefficients, wanted.bias is not None)
-        sink.add(dz, column_sums, part, chunk, alpha)
+        sink.add(dz, column_sums, part, chunk, weigh())
         pieces.append(stats)
     del buffer, dz
     stats = combined(pieces, torch.cat) if len(pieces) > 1 else pieces[0]
-    return objective.results(stats, rows, problem), KeptGradients.of(sink.take(), wanted)
+    kept = KeptGradients.of(sink.take(), wanted, weigh().expected)
+    return objective.results(stats, weigh().rows, problem), kept
+
+
+@dataclass(frozen=True)
+class _Weighing:
+    """What is made of exponentials, known behind the first GEMM: the rows' weights; upstream, of 1, on the device;
+    dz_scale, what dz is stored times, and alpha, what takes it off again; the upstream gradient that is expected."""
+
+    rows: RowWeights
+    upstream: LossOutput
+    dz_scale: float
+    alpha: float
+    expected: float
+
+    @classmethod
+    def of(cls, problem: Problem, dz_dtype: torch.dtype, expected_upstream) -> _Weighing:
+        scale = dz_unit(problem, dz_dtype) * (FP16_DZ if dz_dtype == torch.float16 else 1.0)
+        upstream = LossOutput(torch.ones((), dtype=problem.compute_dtype, device=problem.device))
+        expected = 1.0 if expected_upstream is None else expected_upstream(problem)
+        return cls(row_weights(problem), upstream, scale, problem.options.scale / scale, expected)
 
 
 def backward(engine, task: Task, route: Route, state, upstream: torch.Tensor) -> Gradients:
@@ -152,22 +177,31 @@ def _recomputed(engine, part: Problem, dz: torch.Tensor, coefficients, column_su
 
 
 class _GradientSink:
-    """Turns chunks of dz into dX, dW and db."""
+    """Turns chunks of dz into dX, dW and db, for the upstream gradient that is expected.
+
+    That enters dW with the last chunk, as a factor of the sum so far too: each sum before is the same whatever is
+    expected, and so is the result but for its one rounding.
+    """
 
     def __init__(self, engine, problem: Problem, sums: WantedGradients):
-        self.engine, self.gradients = engine, sums.allocate(problem)
+        self.engine, self.gradients, self.tokens = engine, sums.allocate(problem), problem.tokens
 
     def add(
-        self, dz: torch.Tensor, column_sums: torch.Tensor | None, part: Problem, chunk: slice, alpha: float
+        self, dz: torch.Tensor, column_sums: torch.Tensor | None, part: Problem, chunk: slice, weighing: _Weighing
     ) -> None:
-        grads, first = self.gradients, chunk.start == 0
+        grads, first, last = self.gradients, chunk.start == 0, chunk.stop == self.tokens
+        factor = weighing.expected if last else 1.0
         if grads.x is not None:
+            alpha = weighing.alpha * weighing.expected
             matmul(dz, self.engine.gemm_operand(part.weight), out=grads.x[chunk], alpha=alpha)
         if grads.weight is not None:
             x = self.engine.gemm_operand(part.x)
-            matmul(dz.t(), x, out=grads.weight, accumulate=not first, alpha=alpha)
+            matmul(dz.t(), x, out=grads.weight, beta=0.0 if first else factor, alpha=weighing.alpha * factor)
         if grads.bias is not None:
+            alpha = weighing.alpha
             torch.mul(column_sums, alpha, out=grads.bias) if first else grads.bias.add_(column_sums, alpha=alpha)
+            if factor != 1.0:
+                grads.bias.mul_(factor)
 
     def take(self) -> Gradients:
         """The sums, which belong to the caller alone then."""

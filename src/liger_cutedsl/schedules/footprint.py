@@ -1,0 +1,111 @@
+"""What a call allocates at its peak: in which phase of a schedule, and beyond inputs, outputs and gradients.
+
+Each phase is what is alive in it, less all gradients as they are returned: those are counted once, and a phase that has
+not made some of them yet has so much room. Vectors of a few numbers a row are left out.
+"""
+
+from __future__ import annotations
+
+from liger_cutedsl import gemm
+from liger_cutedsl.call import Problem, WantedGradients
+from liger_cutedsl.route import DEFAULT_CHUNK
+from liger_cutedsl.schedules.schedule import Task
+from liger_cutedsl.tiling import CAST_COLUMNS, SPARE_COLUMNS
+
+
+def copied_bytes(task: Task, columns: int | None = None) -> int:
+    """Copies that a schedule cannot do without: of the rows that count, and of inputs in another dtype, so many rows of
+    weight at once; all of them if None."""
+    problem = task.problem
+    return task.beside + problem.casts_bytes(problem.gemm_dtype, problem.vocab if columns is None else columns)
+
+
+def gradient_bytes(problem: Problem, dtypes: WantedGradients, more_rows: int = 0) -> int:
+    """dX, of so many more rows than problem has, dW and db."""
+    rows = problem.tokens + more_rows
+    sizes = (rows * problem.hidden, problem.vocab * problem.hidden, problem.vocab)
+    return sum(size * dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True) if dtype is not None)
+
+
+def budget(engine, task: Task) -> int:
+    """Bytes that a schedule may take beside copied_bytes."""
+    return task.settings.budget(_default_chunk(engine, task))
+
+
+def budget_in_words(engine, task: Task) -> str:
+    return task.settings.budget_in_words(_default_chunk(engine, task))
+
+
+def _default_chunk(engine, task: Task) -> int:
+    if task.local.vocab == 0:
+        return 0
+    sums = 0 if task.wanted.bias is None else task.local.vocab * task.problem.compute_dtype.itemsize
+    return chunk_bytes(engine, task.local, task.wanted, DEFAULT_CHUNK) + sums
+
+
+def chunk_bytes(engine, problem: Problem, wanted: WantedGradients, rows: int) -> int:
+    """A chunk's exponentials and what turns them into gradients."""
+    scratch = _dx_scratch(engine, problem, rows, problem.vocab) if wanted.x is not None else 0
+    return exponentials_bytes(engine, problem, wanted, rows) + scratch
+
+
+def exponentials_bytes(engine, problem: Problem, wanted: WantedGradients, rows: int) -> int:
+    widens = wanted.x is not None or (wanted.weight is not None and wanted.weight.itemsize == 2)
+    return engine.chunk_bytes(problem, rows) + (engine.operand_bytes(problem) if widens else 0)
+
+
+def _dx_scratch(engine, problem: Problem, rows: int, terms: int) -> int:
+    """What dX's product over so many columns allocates."""
+    return gemm.scratch_bytes(rows, terms, problem.hidden, engine.dz_dtype(problem.gemm_dtype), problem.device)
+
+
+def single_pass_bytes(engine, task: Task, sums: WantedGradients, chunk: int) -> int:
+    """sums: what gradients are summed in, as single_pass.sum_dtypes says, until they are rounded."""
+    problem, wanted, copies = task.problem, task.wanted, copied_bytes(task)
+    returned = gradient_bytes(problem, wanted, task.dropped)
+    summed = gradient_bytes(problem, sums)
+    forward = copies + summed + chunk_bytes(engine, problem, wanted, chunk) - returned
+    late = wanted.kept()  # float16's wait in float32
+    changing = [final if final != kept else None for final, kept in zip(late, sums, strict=True)]
+    rounding = copies + summed + gradient_bytes(problem, WantedGradients(*changing)) - returned
+    changing = [final if final != kept else None for final, kept in zip(wanted, late, strict=True)]
+    backward = gradient_bytes(problem, late) + gradient_bytes(problem, WantedGradients(*changing)) - returned
+    if task.dropped and wanted.x is not None:
+        backward += (problem.tokens + task.dropped) * problem.hidden * wanted.x.itemsize  # dX in its rows' places
+    return max(forward, rounding, backward, 0)
+
+
+def recompute_bytes(engine, task: Task, width: int, kept: int) -> int:
+    """kept: columns whose exponentials wait for backward; V of them in memory of their own, fewer in dW's."""
+    problem, copies = task.local, copied_bytes(task, CAST_COLUMNS)
+    forward = copies + engine.forward_bytes(problem, width, kept)
+    if not task.wanted:
+        return forward
+    returned = gradient_bytes(problem, task.wanted, task.dropped)
+    exponentials = 0
+    if kept == problem.vocab:
+        exponentials = exponentials_bytes(engine, problem, task.wanted, problem.tokens)
+        forward = copies + exponentials
+    elif kept:
+        forward += gradient_bytes(problem, WantedGradients(weight=task.wanted.weight))
+    return max(forward - returned, *_recompute_backward(engine, task, width, kept, exponentials, returned), 0)
+
+
+def _recompute_backward(engine, task: Task, width: int, kept: int, exponentials: int, returned: int):
+    """The phases of backward: kept columns, tiles, dX in its own dtype, dX in its rows' places."""
+    problem, wanted, copies = task.local, task.wanted, copied_bytes(task, CAST_COLUMNS)
+    one_product = kept == problem.vocab and not task.split.sums_dx
+    x_sum = wanted.x if one_product else wanted.x and problem.compute_dtype
+    sums = copies + gradient_bytes(problem, WantedGradients(x_sum, wanted.weight, wanted.bias)) - returned
+    if kept:
+        scratch = _dx_scratch(engine, problem, problem.tokens, kept) if wanted.x is not None else 0
+        column_sums = engine.column_sums_bytes(problem, kept) if wanted.bias is not None else 0
+        yield sums + exponentials + max(scratch, column_sums)
+    if kept < problem.vocab:
+        scratch = _dx_scratch(engine, problem, problem.tokens, width) if wanted.x is not None else 0
+        yield sums + engine.column_bytes(problem) * (width + SPARE_COLUMNS) + scratch
+    if wanted.x is not None:
+        dx = problem.tokens * problem.hidden * wanted.x.itemsize
+        yield sums + dx * (x_sum != wanted.x)
+        if task.dropped:
+            yield task.beside + gradient_bytes(problem, wanted, task.dropped) + dx - returned

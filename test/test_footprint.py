@@ -1,0 +1,139 @@
+"""What explain() predicts against what an allocator counts, for every route and what goes with it."""
+
+import pytest
+import torch
+
+import liger_cutedsl
+from liger_cutedsl import fused_linear_cross_entropy
+from reference import EVERY_OPTION, Case
+from test_autograd import peak_bytes
+
+MIB = 2**20
+# (what goes into the call; the share of ignored targets; the dtype autocast multiplies in)
+SITUATIONS = {
+    "plain": ({}, 0.0, None),
+    "bias": (dict(bias=True), 0.0, None),
+    "every option": (dict(bias=True, ce_weight=True, options=EVERY_OPTION), 0.0, None),
+    "metrics": (dict(options=dict(return_token_accuracy=True, return_z_loss=True)), 0.0, None),
+    "few ignored": ({}, 0.01, None),
+    "half ignored": (dict(bias=True), 0.5, None),
+    "a tenth counts": ({}, 0.9, None),
+    "row losses": (dict(options=dict(reduction="none")), 0.0, None),
+    "row losses, half ignored": (dict(options=dict(reduction="none")), 0.5, None),
+    "autocast": (dict(bias=True), 0.0, torch.bfloat16),
+    "autocast, half ignored": ({}, 0.5, torch.bfloat16),
+}
+ROUTES = {
+    "default": {},
+    "single_pass, small": dict(schedule="single_pass", workspace_mb=1),
+    "single_pass, wide sum": dict(schedule="single_pass", accum_dtype=torch.float32),
+    "recompute, all kept": dict(schedule="recompute", workspace_mb=4096),
+    "recompute": dict(schedule="recompute", workspace_mb=40),
+}
+WANTED = {"all": (True, True), "no dW": (True, False), "no dX": (False, True), "none": (False, False)}
+
+
+def predicted_and_counted(case: Case, ignored: float, autocast, wanted, **call):
+    """(bytes of the route, bytes at the peak beyond inputs, results and gradients, the route)."""
+    case.ignored = 0.0
+    x, weight, target, bias, ce_weight = (None if v is None else v.detach() for v in case.tensors())
+    target[: int(ignored * case.tokens)] = -100
+    x.requires_grad_(wanted[0])
+    weight.requires_grad_(wanted[1])
+    if bias is not None:
+        bias.requires_grad_(wanted[1])
+    call = dict(call, bias=bias, ce_weight=ce_weight, **case.options)
+    leaves = [v for v in (x, weight, bias) if v is not None and v.requires_grad]
+
+    def step():
+        with torch.autocast(case.device, dtype=autocast, enabled=autocast is not None):
+            output = fused_linear_cross_entropy(x, weight, target, **call)
+        loss = output if isinstance(output, torch.Tensor) else output.loss
+        if leaves:
+            loss.sum().backward()
+
+    step()
+    for leaf in leaves:
+        leaf.grad = None
+    peak = peak_bytes(case.device, step)
+    with torch.autocast(case.device, dtype=autocast, enabled=autocast is not None):
+        route = liger_cutedsl.explain(x, weight, target, **call)
+    return route.workspace_bytes, peak - sum(leaf.numel() * leaf.itemsize for leaf in leaves), route
+
+
+def check(case: Case, ignored: float, autocast, wanted, **call):
+    options = case.options
+    if call.get("schedule") == "single_pass" and options.get("reduction") == "none":
+        pytest.skip("single_pass takes no row losses")
+    predicted, counted, route = predicted_and_counted(case, ignored, autocast, wanted, **call)
+    vectors = 40 * 4 * case.tokens if case.device == "cpu" else 0  # a few numbers a row, which a GPU's bound covers
+    counted = max(counted, 0)
+    assert abs(predicted - counted) <= max(0.03 * counted, 8 * MIB) + vectors, (
+        f"predicted {predicted / MIB:.1f} MiB, counted {counted / MIB:.1f}: {route}"
+    )
+    if "copies" in str(route):
+        assert route.copied_bytes > 0
+
+
+@pytest.mark.parametrize("wanted", WANTED)
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_bytes_are_as_promised_on_a_cpu(situation, route, wanted):
+    """The torch engine: 1024 rows of 16384 logits are 64 MiB in float32."""
+    if wanted != "all" and situation not in ("plain", "bias", "half ignored", "autocast"):
+        pytest.skip("one of each kind will do")
+    case, ignored, autocast = SITUATIONS[situation]
+    case = Case(1024, 128, 16384, dtype=torch.float32, **case)
+    check(case, ignored, autocast, WANTED[wanted], **ROUTES[route])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wanted", WANTED)
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_bytes_are_as_promised_on_a_gpu(situation, route, wanted, dtype):
+    if wanted != "all" and situation not in ("plain", "bias", "half ignored", "autocast"):
+        pytest.skip("one of each kind will do")
+    if dtype == torch.float16 and (wanted != "all" or situation not in ("plain", "half ignored", "row losses")):
+        pytest.skip("one of each kind will do")
+    case, ignored, autocast = SITUATIONS[situation]
+    call = dict(ROUTES[route])
+    if "workspace_mb" in call and call["workspace_mb"] < 4096:
+        call["workspace_mb"] *= 4
+    dtype = torch.float32 if autocast else dtype
+    case = Case(4096, 1024, 65536, dtype=dtype, device="cuda", **case)
+    if dtype == torch.float16 and call.get("schedule") == "single_pass" and case.options:
+        pytest.skip("float16 with options takes recompute")
+    check(case, ignored, autocast, WANTED[wanted], engine="cute", **call)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ignored", [0, 4, 4096])
+def test_bytes_of_a_real_head(ignored):
+    """Llama 3 8B's: few ignored rows cost nothing, and many no more than they save."""
+    case = Case(8192, 4096, 128256, dtype=torch.bfloat16, device="cuda")
+    check(case, ignored / 8192, None, (True, True), engine="cute")
+
+
+def test_a_large_vocabulary_has_a_larger_budget():
+    """What a chunk of 2048 tokens takes, of this vocabulary and these options."""
+    with torch.device("meta"):
+        x, small, large = torch.empty(8192, 64), torch.empty(32000, 64), torch.empty(256000, 64)
+    for v in (x, small, large):
+        v.requires_grad_()
+    plain, wide = liger_cutedsl.explain(x, small), liger_cutedsl.explain(x, large)
+    assert plain.budget == "560 MiB (default)"
+    assert "(default: a chunk of 2048 tokens)" in wide.budget and float(wide.budget.split()[0]) > 2000  # float32 on CPU
+    assert wide.schedule == "single_pass" and wide.chunk == 2048
+    with_options = liger_cutedsl.explain(x, large, softcap=30.0)
+    assert float(with_options.budget.split()[0]) >= float(wide.budget.split()[0])
+
+
+def test_explain_says_who_set_the_budget(monkeypatch):
+    x, weight = torch.randn(10, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+    assert liger_cutedsl.explain(x, weight, workspace_mb=7).budget == "7 MiB (workspace_mb)"
+    monkeypatch.setenv("LIGER_CUTEDSL_WORKSPACE_MB", "12.5")
+    route = liger_cutedsl.explain(x, weight)
+    assert route.budget == "12.5 MiB (LIGER_CUTEDSL_WORKSPACE_MB)" and f"budget {route.budget}" in str(route)
+    assert liger_cutedsl.explain(x, weight, workspace_mb=7).budget == "7 MiB (workspace_mb)"
