@@ -44,12 +44,13 @@ def versions(package):
     return installed(package.replace("_", "-"))
 
 
-@pytest.mark.parametrize("package", ["torch", "liger_kernel"])
+@pytest.mark.parametrize("package", ["torch", "liger_kernel", "trl"])
 def test_private_names_are_there(package):
-    if package == "liger_kernel":
-        pytest.importorskip("liger_kernel.backends")
+    needed = {"liger_kernel": "liger_kernel.backends", "trl": "trl.kernels"}
+    if package in needed:
+        pytest.importorskip(needed[package])
     names = {name: use for name, use in compat.PRIVATE.items() if name.startswith(f"{package}.")}
-    assert len(names) >= 3
+    assert len(names) >= 3 or package == "trl"
     assert not list(missing(names))
 
 
@@ -75,7 +76,7 @@ def test_every_private_name_is_listed():
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"_\w+", node.value):
             used.add(node.value)
     used = {name for name in used if re.match(r"_[A-Za-z]", name)} - own
-    assert used == listed
+    assert used == listed - {"_dynamo"}  # on the way to an attribute that is set without importing it
     assert {"_pop_mode", "_DISCOVERY_MAP", "_CachedTorchDispatchMode"} <= used, "this test sees all three kinds"
 
 

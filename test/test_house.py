@@ -25,6 +25,8 @@ testing ahead_of_time
 kernel_variants
 liger.switch
 liger.operators liger.dispatch
+liger.scaled liger.trl
+liger.drop_in
 liger
 api api_log_probs
 entering

@@ -26,6 +26,7 @@ PACKAGES = (
     "nvidia-cutlass-dsl",
     "quack-kernels",
     "transformers",
+    "trl",
 )
 # (name, tokens, H, V, dtype) of a few heads people train.
 TYPICAL = (

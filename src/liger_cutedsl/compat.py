@@ -1,4 +1,4 @@
-"""Private names of torch and Liger-Kernel that this package uses, all of them and nowhere else, under names of our own.
+"""Private names of torch, Liger-Kernel and TRL that this package uses, all of them and nowhere else, under our own.
 
 What has no public name is used here, and PRIVATE says for what: a version that drops one breaks what is written there,
 and a test that tells so by name. (The registration below liger_kernel/ has its own: it has to import nothing.)
@@ -21,6 +21,8 @@ _BATCHES = "torch.func transforms and batched upstream gradients, refused by nam
 _HANDED_OVER = "kept gradients and exponentials, handed over unless the graph is kept (retain_graph=True)"
 _FAKES = "calls and explain() with fake and meta tensors"
 _CHECKPOINTS = "selective activation checkpointing"
+_GRAPHS = "drop-ins for per-token operators under torch.compile"
+_TRL = "TRL's fused head on a CPU, which is TRL's own where that has one"
 _SWITCH = "enable() and disable(), and Liger's own operator as impl='nvidia-cutedsl-stock'"
 PRIVATE = {
     "torch._C._functorch.is_functorch_wrapped_tensor": _BATCHES,
@@ -32,11 +34,13 @@ PRIVATE = {
     "torch._subclasses.fake_tensor.FakeTensor": _FAKES,
     "torch._subclasses.fake_tensor.FakeTensorMode": _FAKES,
     "torch._C._len_torch_dispatch_stack": _CHECKPOINTS,
+    "torch._dynamo.decorators.justknobs_check._dynamo_marked_constant": _GRAPHS,
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack": _CHECKPOINTS,
     "torch.utils._python_dispatch._pop_mode": _CHECKPOINTS,
     "torch.utils._python_dispatch._push_mode": _CHECKPOINTS,
     "torch.utils.checkpoint._CachedTorchDispatchMode": _CHECKPOINTS,
     "torch.utils.checkpoint._CachingTorchDispatchMode": _CHECKPOINTS,
+    "trl.kernels.chunked_logprob._use_triton": _TRL,
     f"{_LIGER}._DISCOVERY_MAP": "liger_kernel.functional with impl='nvidia-cutedsl'",
     f"{_LIGER}._REGISTRY": _SWITCH,
     f"{_LIGER}._REGISTRY_LOCK": _SWITCH,
@@ -92,6 +96,19 @@ def checkpoint_modes() -> tuple[type, ...]:
     module = sys.modules.get("torch.utils.checkpoint")
     found = (getattr(module, name, None) for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode"))
     return tuple(kind for kind in found if kind is not None)
+
+
+def constant_in_graphs(function):
+    """A function of Python values that torch.compile calls once while it traces, and whose result is a constant of the
+    graph. As torch.compiler.assume_constant_result, but without its import of torch._dynamo, which takes a second."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+def trl_runs_on(device: torch.device) -> bool:
+    """Whether TRL's fused head runs there: before TRL 1.16 it was Triton's alone."""
+    module = importlib.import_module("trl.kernels.chunked_logprob")
+    return hasattr(module, "_use_triton") or device.type in ("cuda", "xpu")
 
 
 def liger_locations(op: str) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ def results(stats: RowStatistics, rows: RowWeights, problem: Problem) -> LogProb
         top1 = rows.mask((stats.argmax == problem.target) & ~stats.lse.isnan(), False)
     return LogProbs(
         rows.mask(log_p),
-        rows.mask(stats.entropy) if options.return_entropy else None,
+        rows.mask(stats.entropy).clone() if options.return_entropy else None,  # backward reads the statistics
         selected,
         rows.mask(stats.log_sum_sq) if options.return_log_sum_sq_probs else None,
         rows.mask(stats.weighted_sum / rows.vocab) if options.return_mean_logits else None,

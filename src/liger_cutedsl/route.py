@@ -14,6 +14,8 @@ SCHEDULES = ("recompute", "single_pass")
 DEFAULT_WORKSPACE_MB = 560.0
 DEFAULT_CHUNK = 2048
 
+REPLACED = "what the operator takes that this one replaces"  # a source of Settings: no wish of the user's
+
 
 @dataclass(frozen=True)
 class Route:

@@ -21,6 +21,7 @@ import torch
 from liger_cutedsl import engines, routing, rows, shards, upstream
 from liger_cutedsl.compat import in_backward
 from liger_cutedsl.engines import KernelFailure
+from liger_cutedsl.liger import drop_in
 
 PLANTED = "a CuTe kernel could not be compiled or launched (planted)"
 PLACES = ("forward", "backward", "any")
@@ -37,6 +38,7 @@ def reset() -> None:
     disagree)."""
     routing._kernel_failure, routing._warned = None, False
     routing._small_budgets.clear()
+    drop_in.forget_notes()
     rows.TargetCheck._dropped_last_time.clear()
     upstream._histories.clear()
     shards._known_shards.clear()

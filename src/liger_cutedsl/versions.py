@@ -15,6 +15,7 @@ TESTED = {
     "quack-kernels": ("0.6.5", "0.6.5"),
     "nvidia-cutlass-dsl": ("4.8.1", "4.8.1"),
     "transformers": ("5.0", "5.24"),
+    "trl": ("1.15", "1.16"),
 }
 # Pinned, because their interfaces are young: another one is a broken installation rather than a newer one.
 PINNED = ("quack-kernels", "nvidia-cutlass-dsl")

@@ -1,7 +1,8 @@
-"""The module Liger-Kernel loads for LIGER_KERNEL_IMPL=cutedsl: Liger's stock CuTe operators with our FLCE.
+"""The module Liger-Kernel loads for LIGER_KERNEL_IMPL=cutedsl: Liger's stock CuTe operators with our FLCE
+and our scaled cross entropy.
 
 Liger copies every name in __all__ over its own. The stock operators (cross entropy, RMSNorm, RoPE, SwiGLU) need
-Hopper or a later GPU, and CuTe DSL; elsewhere only FLCE is replaced and the rest stays as Liger has it.
+Hopper or a later GPU, and CuTe DSL; elsewhere only these two are replaced and the rest stays as Liger has it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,17 @@ from liger_cutedsl.autograd import run_with_gradients
 from liger_cutedsl.call import Problem, WantedGradients
 from liger_cutedsl.checks import check_tensors
 from liger_cutedsl.cross_entropy import LossOutput
+from liger_cutedsl.liger.scaled import (
+    LigerFusedLinearScaledCrossEntropyFunction,
+    LigerFusedLinearScaledCrossEntropyTPFunction,
+)
 from liger_cutedsl.options import LossOptions, python_scalar
 from liger_cutedsl.route import Settings
 
 __all__ = [
     "LigerFusedLinearCrossEntropyFunction",
+    "LigerFusedLinearScaledCrossEntropyFunction",
+    "LigerFusedLinearScaledCrossEntropyTPFunction",
     "fused_linear_cross_entropy_backward",
     "fused_linear_cross_entropy_forward",
 ]
