@@ -1,11 +1,20 @@
 """Per-token values against float64 PyTorch: log-probabilities, entropy, selected columns; temperature, logit scale."""
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_cutedsl import LogProbs, LossOptions, fused_linear_cross_entropy, fused_linear_log_probs, routing
+from liger_cutedsl import (
+    LogProbs,
+    LossOptions,
+    fused_linear_cross_entropy,
+    fused_linear_log_probs,
+    routing,
+    torch_compile_log_probs,
+)
 from liger_cutedsl.call import Problem, WantedGradients
 from liger_cutedsl.engines.torch_engine import TorchEngine
 from liger_cutedsl.options import LogProbOptions
@@ -223,6 +232,26 @@ def test_compiled(backend):
 
     with torch.no_grad():
         torch.testing.assert_close(plain(x, weight, target), fused_linear_log_probs(x, weight, target))
+
+
+@pytest.mark.parametrize("flags", [{}, EVERYTHING], ids=["plain", "everything"])
+def test_the_ops_do_what_they_declare(flags):
+    """torch's own check: what they declare against what they do, aliasing, dtypes and strides among it."""
+    x, weight, target, bias, _ = Case(11, 16, 50, dtype=torch.bfloat16, bias=True).tensors()
+    selected = torch.tensor([4, 4]) if flags else None
+    values = [({"softcap": 5.0} | flags).get(field.name, field.default) for field in fields(LogProbOptions)]
+    tensors, call = (
+        (x, weight, target, bias, None, selected),
+        (*values, "auto", "auto", None, 1, None, True, True, True),
+    )
+    torch.library.opcheck(torch_compile_log_probs.FLLP.default, (*tensors, *call))
+    with torch.no_grad():
+        *results, lse, target_logit, entropy, chosen = torch_compile_log_probs.FLLP(*tensors, *call)
+    upstream = [torch.ones_like(value) if value.numel() else None for value in results[:3]]
+    saved = (lse, target_logit, *(value if value.numel() else None for value in (entropy, chosen)))
+    arguments = (*upstream, *saved, *(v if v is None else v.detach() for v in tensors), *call)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch_compile_log_probs.FLLP_BACKWARD.default, arguments, test_utils=checks)
 
 
 def test_shapes_without_data():
