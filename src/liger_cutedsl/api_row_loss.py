@@ -140,7 +140,8 @@ def _called(tensors, options: dict, function: Callable, row_tensors: tuple, use:
     count = len(found.aux) - sum(wanted)
     own = tuple(v for v, wants in zip(rows, wanted, strict=True) if wants)
     result = with_gradients(found.loss, own, found.aux[count:])
-    return found._replace(loss=result, aux=found.aux[:count]).result(shape)
+    shown = found._replace(loss=result, aux=found.aux[:count])
+    return shown.result(shape)
 
 
 def _used(use: Callable, problem: Problem) -> RowLossOutput:

@@ -93,7 +93,7 @@ class _Check:
     def _on_fewer(self, rows: slice) -> Evaluated:
         try:
             return self._at(rows)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise ValueError(
                 f"row_loss fails for {rows.stop - rows.start} of the rows that it was computed for together ({error}): "
                 f"a tensor that it captures and that has a value for each row must be a row tensor"
