@@ -1,7 +1,10 @@
 """A loss of the caller's own against the same function of plain float64 logits, and what it is refused for."""
 
 import functools
+import inspect
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -682,3 +685,26 @@ def test_odd_slices_cover_what_they_are_cut_from():
         covered = [i for rows in row_check._odd_slices(count) for i in range(rows.start, rows.stop)]
         assert covered == list(range(count)), count
     assert math.isclose(row_check.TOLERANCE, 1e-5) and not row_check._odd_slices(1)
+
+
+DOCUMENT = (Path(__file__).parent.parent / "docs" / "row_losses.md").read_text()
+
+
+def documented() -> dict:
+    """The functions of docs/row_losses.md, which the table names."""
+    code = max(re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL), key=len)
+    functions = {}
+    exec(code, functions)
+    return {name: value for name, value in functions.items() if inspect.isfunction(value)}
+
+
+@pytest.mark.parametrize("name", documented())
+def test_published_losses_of_the_documentation(name):
+    assert f"`{name}`" in DOCUMENT
+    row_loss = documented()[name]
+    case = Case(tokens=50, vocab=61, ignored=0.2)
+    given = case.tensors()[:4]
+    old, reference, advantage, weight = grpo_rows(case, *given)
+    known = dict(old=old, reference=reference, advantage=advantage, weight=weight, weight_of_target=weight)
+    required = [p.name for p in inspect.signature(row_loss).parameters.values() if p.default is p.empty]
+    check(case, row_loss, [known[name] for name in required[1:]], given)
