@@ -20,6 +20,7 @@ from liger_cutedsl.objective import row_weights
 from liger_cutedsl.options import LossOptions, RowLossOptions
 from liger_cutedsl.row_function import RowLoss
 from liger_cutedsl.row_loss import coefficients as through_autograd
+from liger_cutedsl.row_loss import results
 from liger_cutedsl.schedules import single_pass
 from reference import GRADIENT_BOUND, LOSS_BOUND, LOSS_BOUND_FLOAT32, Case, assert_close
 from reference_log_probs import LOGITS
@@ -51,7 +52,7 @@ def grpo_rows(case: Case, x, weight, target, bias, **logits):
     return near + 0.2 * draws[0], near + 0.3 * draws[1], advantage, weight
 
 
-def check(case: Case, row_loss, rows, given=None, reduction="mean", **call):
+def check(case: Case, row_loss, rows, given=None, reduction="mean", exact_aux=True, **call):
     """A call's loss, aux and gradients, those of row tensors included, are those of plain logits."""
     x, weight, target, bias, _ = case.tensors() if given is None else (*given, None)
     logits = {name: call[name] for name in ("softcap", "temperature", "logit_scale", "ignore_index") if name in call}
@@ -69,8 +70,8 @@ def check(case: Case, row_loss, rows, given=None, reduction="mean", **call):
         assert value.shape == target.shape and not value.requires_grad
         if value.is_floating_point():
             assert_close(value, other, bound, "aux", size=30.0 * case.tokens**0.5)
-        else:
-            assert torch.equal(value, other)
+        else:  # of equals, rounding may prefer another
+            assert torch.equal(value, other) or not exact_aux
     leaves = [v for v in (x, weight, bias, *rows) if isinstance(v, torch.Tensor) and v.requires_grad]
     wide = [v for v in wide if isinstance(v, torch.Tensor) and v.requires_grad]
     grads = torch.autograd.grad(3.0 * loss, leaves)
@@ -95,6 +96,22 @@ def test_values_and_gradients(place, logits):
             schedule = place.schedule
             rows = grpo_rows(case, *given, **logits)
             check(case, grpo, rows, given, reduction, **logits, **(place.call | {"schedule": schedule}))
+
+
+def every_value(values, a):
+    """All of them at once, which no row of kernels' coefficients is left out of."""
+    loss = values.log_prob * a + 0.3 * values.entropy - 0.2 * values.mean_logit + 0.01 * values.lse**2
+    return loss, values.argmax
+
+
+@pytest.mark.parametrize("logits", LOGITS.values(), ids=LOGITS)
+def test_every_value_at_once(place, logits):
+    for dtype in place.dtypes:
+        case = Case(tokens=70, dtype=dtype, device=place.device, bias=True, ignored=0.02)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        a = torch.linspace(-1.0, 2.0, 70, dtype=wide, device=place.device).requires_grad_()
+        got, _ = check(case, every_value, [a], exact_aux=dtype == torch.float64, **logits, **place.call)
+        assert got.aux[0].dtype == torch.int64
 
 
 SOURCES = ("log_prob", "lse", "entropy", "mean_logit", "a", "b", "scalar", "number")
@@ -249,6 +266,22 @@ def test_no_row_counts():
         assert got == 0 and not any(g.any() for g in grads)
 
 
+def test_no_row_counts_and_only_the_device_knows():
+    """As while a CUDA graph is captured: 1/D is infinite, and times nothing is nothing."""
+    x, weight, target, _ = tensors(ignored=range(50))
+    scale = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    loss = RowLoss(lambda v, s: -v.log_prob * s, (scale,), (True,), True, True)
+    problem = Problem(x.detach(), weight.detach(), target, options=RowLossOptions(), row_loss=loss)
+    rows = row_weights(problem)
+    assert rows.inverse_d.isinf()
+    with torch.no_grad():
+        stats = objectives.evaluated(TorchEngine().row_statistics(problem, 192), rows, problem)
+        found = results(stats, rows, problem)
+        one = LossOutput(torch.ones((), dtype=torch.float64))
+        coefficients = through_autograd(stats, rows, problem, one, 1.0)
+    assert found.loss == 0 and found.aux[0] == 0 and not coefficients.a.any() and not coefficients.fix.any()
+
+
 def test_shapes_and_what_is_asked_for():
     x, weight, target, _ = tensors()
     a = torch.randn(5, 10, 3, dtype=torch.float64, requires_grad=True)
@@ -330,13 +363,14 @@ def test_chunks_are_one_call(monkeypatch):
     case = Case(tokens=300, hidden=8, vocab=300, ignored=0.02, bias=True)
     given = case.tensors()[:4]
     rows = [torch.randn(300, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    rows.append(torch.tensor(0.4, dtype=torch.float64, requires_grad=True))
 
-    def row_loss(values, a, b):
+    def row_loss(values, a, b, scale):
         if bool((a > 2).any()):
-            return -values.log_prob * a - b * (values.lse + 0.0 * values.entropy), a
-        return -values.log_prob * a - b * values.lse, a
+            return scale * (-values.log_prob * a - b * (values.lse + 0.0 * values.entropy)), a
+        return scale * (-values.log_prob * a - b * values.lse), a
 
-    check(case, row_loss, rows, given, workspace_mb=0.3)
+    check(case, row_loss, rows, given, workspace_mb=0.3, schedule="single_pass")
 
 
 def test_schedules():
@@ -378,6 +412,7 @@ LEAF = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
 def captures():
     leaf, holder = LEAF.detach().clone().requires_grad_(), Holder()
     inner = lambda values: values.log_prob * leaf  # noqa: E731
+    before = leaf.exp()
     return {
         "closure": (inner, "leaf"),
         "global": (lambda values: -values.log_prob * LEAF, "LEAF"),
@@ -386,6 +421,7 @@ def captures():
         "module": (holder, "beta"),
         "method": (holder.method, "self.beta"),
         "a function of it": (lambda values: -values.log_prob * leaf.exp(), "leaf"),
+        "a function of it, computed before": (lambda values, beta=before: -values.log_prob * beta, "a default"),
         "inside another": (lambda values: -inner(values), "inner.leaf"),
         "itself": (lambda values: leaf + torch.zeros_like(values.lse), "leaf"),
     }
@@ -398,7 +434,8 @@ def test_a_captured_parameter_is_named(how, frozen):
     function, name = captures()[how]
     if frozen:
         x, weight = x.detach(), weight.detach()
-    with pytest.raises(ValueError, match=rf"row_loss captures '?{name}'? \(\) float64, which requires a gradient"):
+    kind = r"(, a function of a parameter)? \(\) float64"
+    with pytest.raises(ValueError, match=f"row_loss captures '?{name}'?{kind}, which requires a gradient"):
         fused_linear_loss(x, weight, target, function)
     with torch.no_grad():
         assert fused_linear_loss(x, weight, target, function).isfinite()
@@ -657,11 +694,15 @@ def test_cuda_graph():
     x, weight, target, _, _ = case.tensors()
     rows = grpo_rows(case, x, weight, target, None)
     fused_linear_cross_entropy(x, weight, target).backward()
+
+    def reading_all(values, *rows):
+        return *grpo(values, *rows), values.mean_logit, values.argmax
+
     for warm in (True, False):
         row_check.forget()
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            fused_linear_loss(x, weight, target, grpo, *rows).loss.backward()
+            fused_linear_loss(x, weight, target, grpo if warm else reading_all, *rows).loss.backward()
         torch.cuda.current_stream().wait_stream(stream)
         if not warm:
             row_check.forget()

@@ -148,8 +148,7 @@ def _used(use: Callable, problem: Problem) -> RowLossOutput:
     for tensor in (problem.x, problem.weight, problem.target):
         if not isinstance(tensor, torch.Tensor):
             return use(problem)  # which refuses it by name
-    local = problem.target.to_local() if is_dtensor(problem.target) else problem.target
-    plain = replace(problem, x=_local(problem.x), weight=_local(problem.weight), target=local, bias=None)
+    plain = replace(problem, x=_local(problem.x), weight=_local(problem.weight), target=_whole(problem), bias=None)
     refuse_without_data(plain)
     with torch.no_grad():
         read = read_by(plain)
@@ -159,6 +158,15 @@ def _used(use: Callable, problem: Problem) -> RowLossOutput:
             return use(replace(problem, options=replace(problem.options, **flags)))
         except NotComputed as missing:
             read = reads_also(plain, missing.name) | read
+
+
+def _whole(problem: Problem) -> torch.Tensor:
+    """The targets; for a DTensor's, of which a rank may hold some, those of as many rows that count: all ranks look at
+    the same rows."""
+    if not is_dtensor(problem.target):
+        return problem.target
+    rows = problem.target.shape.numel()
+    return torch.full((rows,), problem.options.ignore_index + 1, device=problem.target.device)
 
 
 def _tensor(value):

@@ -39,9 +39,13 @@ def _leaves(result: torch.Tensor) -> Iterator[torch.Tensor]:
 def name_in(function: Callable, tensor: torch.Tensor) -> str:
     """What a function knows a tensor as, in words."""
     kind = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-    for name, value in named(function):
+    held = [(name, value) for name, value in named(function) if isinstance(value, torch.Tensor)]
+    for name, value in held:
         if value is tensor:
             return f"{name!r} {kind}"
+    for name, value in held:
+        if value.requires_grad and any(leaf is tensor for leaf in _leaves(value)):
+            return f"{name!r}, a function of a parameter {kind}"
     return f"a tensor {kind}"
 
 

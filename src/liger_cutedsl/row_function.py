@@ -69,20 +69,15 @@ class Evaluated:
 
     @staticmethod
     def joined(pieces: list[Evaluated]) -> Evaluated:
-        """That of all rows, from those of slices of them."""
+        """That of all rows, from those of slices of them, without the derivatives, which became gradients by then."""
 
         def along_rows(parts):
-            if all(part is None for part in parts):
-                return None
-            losses = [piece.loss for piece in pieces]
-            parts = [torch.zeros_like(of) if p is None else p for p, of in zip(parts, losses, strict=True)]
             return sum(parts) if parts[0].dim() == 0 else torch.cat(parts)
 
         def each(name):
             return tuple(along_rows(parts) for parts in zip(*(getattr(p, name) for p in pieces), strict=True))
 
-        vectors = {name: along_rows([getattr(p, name) for p in pieces]) for name in ("loss", *STATISTICS)}
-        return Evaluated(**vectors, aux=each("aux"), gradients=each("gradients"))
+        return Evaluated(along_rows([p.loss for p in pieces]), aux=each("aux"), gradients=each("gradients"))
 
     def derivatives(self) -> Evaluated:
         """What a backward needs of it."""
@@ -144,12 +139,12 @@ class RowLoss:
         shared = any(wants and not is_per_row(t) for t, wants in zip(self.tensors, self.wanted, strict=True))
         if ignored is None or not shared or not len(ignored):
             return lambda value: value
-        counted = (~ignored).to(torch.uint8).argmax()
+        counted = (~ignored).to(torch.int32).argmax().view(1)  # as an index that nobody reads on the host
 
         def shielded(value):
             if not is_per_row(value):
                 return value
-            return torch.where(ignored.view(-1, *[1] * (value.dim() - 1)), value[counted], value)
+            return torch.where(ignored.view(-1, *[1] * (value.dim() - 1)), value.index_select(0, counted), value)
 
         return shielded
 
