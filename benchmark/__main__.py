@@ -10,6 +10,7 @@ python -m benchmark roofline        predicted times, checked against the measure
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -23,6 +24,7 @@ from benchmark.implementations import IMPLEMENTATIONS
 from benchmark.measure import DISTRIBUTIONS, gradient_errors, measure
 from benchmark.per_token import PER_TOKEN, per_token_errors
 from benchmark.records import RESULTS, environment, read, slug
+from benchmark.row_loss import ROW_LOSS, row_loss_errors
 from benchmark.sweeps import Measurement, cpu_sweeps, gpu_sweeps, quick_sweeps
 
 ACCURACY = ("recompute", "single_pass", "liger-triton", "quack-base", "quack-exp-2048", "cce", "torch")
@@ -31,7 +33,7 @@ ACCURACY = ("recompute", "single_pass", "liger-triton", "quack-base", "quack-exp
 def rows_of(measurement: Measurement, device: str):
     """JSON-ready rows of one shape, ratios to its floor included."""
     shape = measurement.shape
-    chosen = [(IMPLEMENTATIONS | PER_TOKEN)[name] for name in measurement.implementations]
+    chosen = [(IMPLEMENTATIONS | PER_TOKEN | ROW_LOSS)[name] for name in measurement.implementations]
     measured = measure(chosen, shape, measurement.rounds, device)
     floor = measured["floor"].ms if "floor" in measured else float("nan")
     for name, row in measured.items():
@@ -70,11 +72,14 @@ def accuracy_rows(device: str, **sizes):
 
 
 def per_token_accuracy_rows(device: str, **sizes):
-    for distribution in ("std 1", "std 5"):
-        for name in PER_TOKEN:
-            row = {"kind": "per-token accuracy", "distribution": distribution, "implementation": name, "skipped": ""}
+    for kind, names, errors in (
+        ("per-token accuracy", PER_TOKEN, per_token_errors),
+        ("row-loss accuracy", ROW_LOSS, row_loss_errors),
+    ):
+        for distribution, name in itertools.product(("std 1", "std 5"), names):
+            row = {"kind": kind, "distribution": distribution, "implementation": name, "skipped": ""}
             try:
-                row.update(per_token_errors(name, distribution, device, **sizes))
+                row.update(errors(name, distribution, device, **sizes))
             except Exception as error:
                 row["skipped"] = f"{type(error).__name__}: {error}"[:200]
             yield row

@@ -22,7 +22,7 @@ def _ours(entropy: bool):
     return make
 
 
-def _trl(entropy: bool):
+def trl_values(entropy: bool):
     def make():
         from trl.kernels import ChunkedLogProbFunction as function
 
@@ -57,8 +57,8 @@ def _verl():
 VALUES: dict[str, tuple[str, Callable]] = {
     "log-probs": ("ours, log-probabilities", _ours(False)),
     "entropy": ("ours, log-probabilities and entropy", _ours(True)),
-    "trl": ("TRL, ChunkedLogProbFunction", _trl(False)),
-    "trl-entropy": ("TRL, with entropy", _trl(True)),
+    "trl": ("TRL, ChunkedLogProbFunction", trl_values(False)),
+    "trl-entropy": ("TRL, with entropy", trl_values(True)),
     "liger-scaled": ("Liger-Kernel, scaled cross entropy", _liger(False)),
     "liger-scaled-entropy": ("Liger-Kernel, with entropy", _liger(True)),
     "liger-cutile-entropy": (

@@ -9,6 +9,7 @@ import torch
 from benchmark.implementations import OPTIONS
 from benchmark.measure import Shape
 from benchmark.per_token import PER_TOKEN
+from benchmark.row_loss import ROW_LOSS
 
 PEERS = ("floor", "single_pass", "recompute", "liger-triton", "quack-base", "quack-exp-2048", "cce", "torch")
 OURS = ("floor", "single_pass", "recompute")
@@ -88,6 +89,7 @@ def gpu_sweeps() -> list[Measurement]:
         ours = OURS if dtype.itemsize == 2 else OURS[:2]  # float32 runs on Liger's Triton operator
         found.append(Measurement("dtypes", str(dtype).removeprefix("torch."), shape, (*ours, "liger-triton")))
     found += per_token_sweep()
+    found += row_loss_sweep()
     # the first shape once more, at the other end of the run
     found.append(Measurement("repeat", "forward + backward", REFERENCE, (*PEERS[:6], "single_pass-288"), 9))
     return found
@@ -108,6 +110,13 @@ def per_token_sweep() -> list[Measurement]:
     ]
 
 
+def row_loss_sweep() -> list[Measurement]:
+    """A GRPO loss, at the reference shape and where host time is all there is: plain cross entropy is next to it."""
+    shapes = (("reference", REFERENCE, 9), ("N=256, V=32000, H=1024", Shape(256, 32000, 1024), 15))
+    compared = ("floor", "single_pass", *ROW_LOSS)
+    return [Measurement("row loss", f"{label}, forward + backward", shape, compared, r) for label, shape, r in shapes]
+
+
 def quick_sweeps() -> list[Measurement]:
     return [Measurement("quick", "forward + backward", Shape(8192, 32000, 4096), PEERS, 5)]
 
@@ -116,6 +125,7 @@ def cpu_sweeps() -> list[Measurement]:
     shape = Shape(64, 1000, 32, torch.float32)
     return [
         Measurement("cpu", "per token", shape, ("floor", *PER_TOKEN), 3),
+        Measurement("cpu", "row loss", shape, ("floor", *ROW_LOSS), 3),
         Measurement(
             "cpu", "forward + backward", shape, ("floor", "single_pass", "recompute", "liger-triton", "torch"), 3
         ),

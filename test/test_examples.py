@@ -22,6 +22,13 @@ def test_log_probs():
     assert last_line("log_probs.py").startswith("step 9: loss -0.")
 
 
+def test_grpo():
+    line = last_line("grpo.py")
+    assert line.startswith("step 9: loss -0.")
+    # float32: a sum of 192 tokens' losses of size 1/192, of logits that are summed in another order
+    assert float(line.split("by ")[1].split(",")[0]) < 1e-5
+
+
 @pytest.mark.slow
 def test_verls_head():
     assert last_line("verl_ppo_head.py").startswith("step 4: loss -0.")

@@ -28,13 +28,14 @@ liger.operators liger.dispatch
 liger.scaled liger.trl
 liger.drop_in
 liger
-api api_log_probs
-entering
+api api_log_probs api_row_loss
+entering row_check
 torch_compile torch_compile_log_probs
 custom_ops
 dtensor
 autograd
-upstream checkpointing derivatives
+upstream row_tensors
+derivatives
 routing
 schedules
 schedules.*
@@ -48,7 +49,7 @@ engines.cute_ops engines.architectures engines.engine
 kernel_cache
 rows
 objectives
-cross_entropy log_probs
+cross_entropy log_probs row_loss
 objective
 row_statistics
 epilogues
@@ -58,7 +59,8 @@ elementwise
 tiling
 without_data checks
 call
-route options
+route options row_function
+captured checkpointing
 readable saved_state
 versions user_warnings
 compat

@@ -34,7 +34,7 @@ def launch(world: int, *suites: str, **variables: str) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_ranks_agree_with_one_process(world):
     suites = ("options", "shards", "ignored", "sizes", "bytes", "errors", "changes", "failing_kernels", "dtensor")
-    suites += ("replicated", "named_mesh", "log_probs")
+    suites += ("replicated", "named_mesh", "log_probs", "row_losses")
     for rank, (status, output) in enumerate(launch(world, *suites)):
         assert status == 0 and f"rank {rank} done" in output, output[-3000:]
 
@@ -50,7 +50,7 @@ def test_a_head_that_transformers_splits():
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_gpus_agree_with_one_process():
     for rank, (status, output) in enumerate(
-        launch(2, "options", "shards", "changed_on_gpus", "log_probs", DEVICE="cuda")
+        launch(2, "options", "shards", "changed_on_gpus", "log_probs", "row_losses", DEVICE="cuda")
     ):
         assert status == 0 and f"rank {rank} done" in output, output[-3000:]
 

@@ -19,12 +19,15 @@ from liger_cutedsl import (
     LogProbs,
     LossOptions,
     fused_linear_log_probs,
+    fused_linear_loss,
     vocab_parallel_fused_linear_cross_entropy,
     vocab_parallel_fused_linear_log_probs,
+    vocab_parallel_fused_linear_loss,
 )
 from reference import GRADIENT_BOUND, LOSS_BOUND, LOSS_BOUND_FLOAT32, Case, assert_close, check_predictions, reference
 from reference_log_probs import EVERYTHING, LOGITS
 from reference_log_probs import expected as expected_log_probs
+from reference_row_loss import expected as expected_row_loss
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ON_GPU = os.environ.get("DEVICE") == "cuda"
@@ -146,6 +149,43 @@ def suite_log_probs():
         for name, leaf, grad in zip(("dx", "dW", "db"), (x, *own), wanted, strict=True):
             twice = 2 if ON_GPU else 1
             assert_close(leaf.grad, grad, twice * bound, name, size=float(grad.norm()))
+
+
+def suite_row_losses():
+    """A loss of the caller's own and all of its gradients, over shards of all kinds, one of them a DTensor's."""
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    mesh = init_device_mesh("cuda" if ON_GPU else "cpu", (WORLD,), mesh_dim_names=("tp",))
+
+    def row_loss(values, advantage, scale):
+        gain = values.log_prob * advantage + scale * values.entropy + 0.1 * values.mean_logit
+        return gain + 0.01 * values.lse**2, values.argmax
+
+    for logits, kind in itertools.product(LOGITS.values(), ("equal", "uneven", "dtensor")):
+        case = Case(vocab=300 // WORLD * WORLD, dtype=DTYPES[0], bias=True, **SIZES)
+        bounds = shards(case.vocab, "equal" if kind == "dtensor" else kind)
+        mine = slice(bounds[RANK], bounds[RANK + 1])
+        x, weight, target, bias, _ = case.tensors()
+        draws = torch.randn(case.tokens + 1, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        rows = [v.clone().requires_grad_() for v in (draws[:-1], draws[-1])]
+        own = [v.detach()[mine].clone().requires_grad_() for v in (weight, bias)]
+        if kind == "dtensor":
+            heads = [DTensor.from_local(v, mesh, [Shard(0)]) for v in own]
+            got = fused_linear_loss(x, heads[0], target, row_loss, *rows, bias=heads[1], **logits)
+        else:
+            split = dict(bias=own[1], workspace_mb=0.01, **logits)
+            got = vocab_parallel_fused_linear_loss(x, own[0], target, row_loss, *rows, **split)
+        leaves = [v.detach().double().requires_grad_() for v in (x, weight, bias, *rows)]
+        want, aux = expected_row_loss(*leaves[:2], target, row_loss, *leaves[3:], bias=leaves[2], **logits)
+        bound = LOSS_BOUND.get(DTYPES[0], LOSS_BOUND_FLOAT32)
+        assert_close(got.loss, want.detach(), bound, "loss", size=30.0)
+        assert torch.equal(got.aux[0], aux[0])
+        got.loss.backward()
+        grads = torch.autograd.grad(want, leaves)
+        wanted = (grads[0], grads[1][mine], grads[2][mine], *grads[3:])
+        for leaf, grad in zip((x, *own, *rows), wanted, strict=True):
+            allowed = (2 if ON_GPU else 1) * GRADIENT_BOUND[leaf.dtype]
+            assert_close(leaf.grad, grad, allowed, f"{tuple(leaf.shape)}", size=float(grad.norm()))
 
 
 def suite_shards():

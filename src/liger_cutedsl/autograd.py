@@ -20,9 +20,11 @@ from liger_cutedsl.checks import check_tensors
 from liger_cutedsl.compat import has_dispatch_modes
 from liger_cutedsl.derivatives import refuse_batched_upstream, without_second_derivative
 from liger_cutedsl.engines import KernelFailure
+from liger_cutedsl.objective import flat, named
 from liger_cutedsl.readable import check_still_readable
 from liger_cutedsl.route import Route, Settings
 from liger_cutedsl.routing import give_up_on_cute, planned, warn_about_fallback
+from liger_cutedsl.row_function import of_derivatives
 from liger_cutedsl.rows import Rows, TargetCheck, TooManyIgnored
 from liger_cutedsl.saved_state import put_together, taken_apart
 from liger_cutedsl.schedules import by_name, liger_triton, recompute, single_pass
@@ -81,13 +83,13 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         ctx.results = type(output)
         ctx.set_materialize_grads(False)
         differentiable = objectives.of(problem.options).DIFFERENTIABLE
-        others = (value for name, value in zip(output._fields, output, strict=True) if name not in differentiable)
+        others = flat(output._replace(**dict.fromkeys(differentiable)))
         ctx.mark_non_differentiable(*(value for value in others if value is not None))
-        return *output, origin
+        return *flat(output), origin
 
     @staticmethod
     def backward(ctx, *upstream):
-        upstream = ctx.results(*upstream[:-1])
+        upstream = ctx.results(*upstream[: len(ctx.results._fields)])
         if all(gradient is None for gradient in upstream):
             return (None,) * 5
         refuse_batched_upstream(upstream)
@@ -195,12 +197,13 @@ def gradients_of(call: Call, state, upstream: NamedTuple) -> Gradients:
     task, upstream = call.task, call.rows.select_upstream(upstream)
     if isinstance(state, KeptGradients):
         return state.for_upstream(upstream[0], call.rows)
-    states = [state]
+    states, evaluated = [state], getattr(getattr(state, "stats", None), "evaluated", None)
+    row_loss = None if evaluated is None else of_derivatives(evaluated)
 
     def attempt():
         if states:
             return by_name(call.route.schedule).backward(call.engine, task, call.route, states.pop(), upstream)
-        problem = task.problem.for_kernels(call.route.dtype)
+        problem = replace(task.problem.for_kernels(call.route.dtype), row_loss=row_loss)
         return run_with_gradients(problem, task.settings, task.wanted, upstream)[1]
 
     found = call.rows.spread_gradients(with_fallback(task.settings, attempt))
@@ -244,7 +247,7 @@ def _applied(call: Call, history: History | None) -> NamedTuple:
     in_forward = call.route.schedule != recompute.NAME and call.whole.options.reduction != "none"
     with unseen_by_saved_tensor_hooks() if in_forward else contextlib.nullcontext():
         *results, _origin = _FusedLinearCrossEntropy.apply(*leaves, call, history)
-    return type(objectives.of(call.whole.options).FILLS)(*results)
+    return named(objectives.of(call.whole.options).FILLS, results)
 
 
 def run_with_gradients(

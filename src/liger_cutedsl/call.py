@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from liger_cutedsl.options import LogitOptions, LossOptions
+from liger_cutedsl.row_function import RowLoss
 
 # What a call carries, with the axis that slices it: tokens or vocabulary. Slicing, compaction, casting, saving,
 # checking and the custom op's schema follow from this.
@@ -31,6 +32,7 @@ class Problem:
     """x (N, H), weight (V, H), target (N,) of int64 or int32, bias (V,) or None, ce_weight (V,) or None.
 
     selected_token_ids: (K,) int64, columns whose logits are asked for in every row, or None.
+    row_loss: a loss of the caller's own with its row tensors, where the options are RowLossOptions.
     dense: no target is ignored, known without looking at them.
     count: gives how many targets count, once that has been read from the device, and may wait for it: asked behind the
         first GEMM. None where no target is ignored, or where the host is not to know (while a CUDA graph is captured).
@@ -45,6 +47,7 @@ class Problem:
     dense: bool = False
     count: Callable[[], int] | None = None
     selected_token_ids: torch.Tensor | None = None
+    row_loss: RowLoss | None = None
 
     @property
     def tokens(self) -> int:
@@ -87,7 +90,7 @@ class Problem:
     def of(self, rows: slice | torch.Tensor) -> Problem:
         """The same for some of the rows: a slice, or their indices."""
         part = {name: v[rows] for name, v in self.tensors().items() if TENSORS[name] == "tokens"}
-        return replace(self, count=None, **part)
+        return replace(self, count=None, row_loss=self.row_loss and self.row_loss.of(rows), **part)
 
     def of_columns(self, columns: slice) -> Problem:
         """The same for a slice of the vocabulary. A target elsewhere becomes −1, not an index past the slice's end: a

@@ -146,6 +146,7 @@ def _run_sharded(problem: Problem, dim: int, settings: Settings) -> NamedTuple:
         shard_of("ce_weight", problem.ce_weight),
         problem.options,
         selected_token_ids=replicated("selected_token_ids", problem.selected_token_ids),
+        row_loss=problem.row_loss,
     )
     place = mesh.get_group(dim), _first_row(weight, dim), weight.shape[0]
     return run(local, settings, lambda problem: SplitVocabulary(VocabShard.of(problem, *place)))

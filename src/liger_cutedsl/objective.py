@@ -45,6 +45,20 @@ class Objective(Protocol):
         """Those of dz times unit. upstream: gradients of the results, as the results, None where there is none."""
 
 
+def flat(results: NamedTuple) -> tuple[torch.Tensor | None, ...]:
+    """Results as a node of a graph returns them: a last one that is a tuple, as several."""
+    *first, last = results
+    return (*first, *last) if isinstance(last, tuple) else tuple(results)
+
+
+def named(fills: NamedTuple, values: tuple) -> NamedTuple:
+    """The opposite, for results of the kind of an objective's FILLS."""
+    if not isinstance(fills[-1], tuple):
+        return type(fills)(*values)
+    first = len(fills) - 1
+    return type(fills)(*values[:first], tuple(values[first:]))
+
+
 @dataclass(frozen=True)
 class RowWeights:
     """The share of each row in the loss.

@@ -166,6 +166,42 @@ class LogProbOptions(LogitOptions):
         return self.return_log_sum_sq_probs
 
 
+@dataclass(frozen=True)
+class RowLossOptions(LogitOptions):
+    """Options of a loss of the caller's own: LogitOptions', how rows are summed, what to return besides.
+
+    reduction: "mean" (over the rows that are not ignored) or "sum".
+    reads_entropy, reads_mean_logit, reads_argmax: what its function looks at, beside log p and lse.
+    """
+
+    reduction: str = "mean"
+    return_log_probs: bool = False
+    return_entropy: bool = False
+    reads_entropy: bool = False
+    reads_mean_logit: bool = False
+    reads_argmax: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.reduction not in ("mean", "sum"):
+            raise ValueError(
+                f"reduction must be 'mean' or 'sum', got {self.reduction!r}: any other weight of a row is a row tensor "
+                f"that row_loss multiplies by, and a value for each row comes from fused_linear_log_probs"
+            )
+
+    @property
+    def needs_weighted_sum(self) -> bool:
+        return self.reads_mean_logit
+
+    @property
+    def needs_argmax(self) -> bool:
+        return self.reads_argmax
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.return_entropy or self.reads_entropy
+
+
 _Arguments, _Result = ParamSpec("_Arguments"), TypeVar("_Result")
 
 

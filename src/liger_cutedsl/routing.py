@@ -178,7 +178,7 @@ def triton_obstacle(task: Task) -> str | None:
     if task.split.sums_dx:
         return "Liger's Triton operator computes a whole vocabulary"
     if not isinstance(problem.options, LossOptions):
-        return "Liger's Triton operator computes a loss"
+        return "Liger's Triton operator computes a loss of its own"
     if problem.options.scale != 1.0:
         return "Liger's Triton operator has no temperature and no logit scale"
     if settings.schedule != "auto":

@@ -8,6 +8,7 @@ import torch
 
 from liger_cutedsl.call import Problem
 from liger_cutedsl.epilogues import LOWEST_MAXIMUM, EpilogueFlags
+from liger_cutedsl.row_function import Evaluated
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class RowStatistics:
         None in what finished() returns, which has
     entropy: −Σ_v p_v log p_v.  log_sum_sq: log Σ_v p_v².
     selected: (N, K) u of the problem's selected columns, −∞ where they are not in this part of the vocabulary.
+    evaluated: what a row loss gives, where objectives.evaluated() has called it.
     """
 
     lse: torch.Tensor | None = None
@@ -35,6 +37,7 @@ class RowStatistics:
     selected: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     log_sum_sq: torch.Tensor | None = None
+    evaluated: Evaluated | None = None
 
     @staticmethod
     def names(problem: Problem) -> tuple[str, ...]:
@@ -108,8 +111,11 @@ FOLDS = {
 
 def combined(pieces: list[RowStatistics], combine) -> RowStatistics:
     """Each field of the pieces through torch.cat, for those of slices of the rows, or torch.stack for over_parts."""
-    names = [name for name in vars(pieces[0]) if getattr(pieces[0], name) is not None]
-    return RowStatistics(**{name: combine([getattr(piece, name) for piece in pieces]) for name in names})
+    names = [name for name in vars(pieces[0]) if isinstance(getattr(pieces[0], name), torch.Tensor)]
+    parts = {name: combine([getattr(piece, name) for piece in pieces]) for name in names}
+    if pieces[0].evaluated is not None:
+        parts["evaluated"] = Evaluated.joined([piece.evaluated for piece in pieces])
+    return RowStatistics(**parts)
 
 
 def over_parts(parts: RowStatistics) -> RowStatistics:

@@ -59,7 +59,10 @@ class Rows:
         return values if self.keep is None or values.dim() == 0 else values[self.keep]
 
     def spread(self, values: torch.Tensor | None, fill) -> torch.Tensor | None:
-        """Per-row results (n_valid, …) in the places of their rows (N, …), fill elsewhere. Scalars stay."""
+        """Per-row results (n_valid, …) in the places of their rows (N, …), fill elsewhere. Scalars stay. A tuple of
+        such: 0 elsewhere."""
+        if isinstance(values, tuple):
+            return tuple(self.spread(value, 0) for value in values)
         if self.keep is None or values is None or values.dim() == 0:
             return values
         full = values.new_empty(len(self.keep) + len(self.drop), *values.shape[1:])

@@ -106,8 +106,10 @@ def forward(engine, task: Task, route: Route) -> tuple[NamedTuple, RecomputeStat
         task.split.failed(failure, problem)
         raise
     stats, rows = task.split.combine(stats, problem, local)
-    stats = stats.finished()
+    stats = objectives.evaluated(stats, rows, problem)
     needed = RowStatistics(stats.lse, stats.target_logit, selected=stats.selected, entropy=stats.entropy)
+    if stats.evaluated is not None:
+        needed = replace(needed, evaluated=stats.evaluated.derivatives())
     return objectives.of(problem.options).results(stats, rows, problem), RecomputeState(needed, rows, kept)
 
 

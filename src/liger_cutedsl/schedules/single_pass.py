@@ -69,7 +69,8 @@ def obstacle(engine, task: Task) -> str | None:
         if options.reduction == "mean" and not problem.dense and problem.count is None:  # while a graph is captured
             return "a float16 mean needs a scale from the number of valid rows, which only the device knows"
         if not fp16_scale_fits(problem):
-            return "float16 with class weights, token scaling or a z-loss needs a scale known only in backward"
+            own = "a loss of one's own" if problem.row_loss is not None else "class weights, token scaling or a z-loss"
+            return f"float16 with {own} needs a scale known only in backward"
     return None
 
 
@@ -125,11 +126,12 @@ def forward(engine, task: Task, route: Route) -> tuple[LossOutput, KeptGradients
 
         def coefficients(stats, part=part, chunk=chunk):
             weighing = weigh()
-            return objective.coefficients(stats, weighing.rows.of(chunk), part, weighing.upstream, weighing.dz_scale)
+            rows = weighing.rows.of(chunk)
+            pieces.append(objectives.evaluated(stats, rows, part))
+            return objective.coefficients(pieces[-1], rows, part, weighing.upstream, weighing.dz_scale)
 
-        stats, column_sums = dz_of(engine, part, dz, coefficients, wanted.bias is not None)
+        column_sums = dz_of(engine, part, dz, coefficients, wanted.bias is not None)
         sink.add(dz, column_sums, part, chunk, weigh())
-        pieces.append(stats)
     del buffer, dz
     stats = combined(pieces, torch.cat) if len(pieces) > 1 else pieces[0]
     kept = KeptGradients.of(sink.take(), wanted, weigh().expected)
@@ -160,9 +162,9 @@ def backward(engine, task: Task, route: Route, state, upstream: torch.Tensor) ->
 
 
 def _from_exponentials(engine, part: Problem, dz: torch.Tensor, coefficients, column_sums: bool):
-    """Writes dz (n, V) of some rows; their statistics, and Σ_i dz (V,) where asked for."""
+    """Writes dz (n, V) of some rows, from the coefficients of their statistics; Σ_i dz (V,) where asked for."""
     stats, tile_max = engine.exp_chunk(part, out=dz)
-    return stats, engine.scale_chunk(part, dz, tile_max, stats.lse, coefficients(stats), column_sums)
+    return engine.scale_chunk(part, dz, tile_max, stats.lse, coefficients(stats), column_sums)
 
 
 def _recomputed(engine, part: Problem, dz: torch.Tensor, coefficients, column_sums: bool):
@@ -174,7 +176,7 @@ def _recomputed(engine, part: Problem, dz: torch.Tensor, coefficients, column_su
         engine.dz_tile(part, stats.lse, found, tile, out=dz[:, tile.columns])
     # where a target is ignored, all of its row is zero
     dz.scatter_(1, part.target.long().clamp(0, part.vocab - 1)[:, None], found.fix.to(dz.dtype)[:, None])
-    return stats, gemm.column_sums(dz, part.compute_dtype) if column_sums else None
+    return gemm.column_sums(dz, part.compute_dtype) if column_sums else None
 
 
 class _GradientSink:
@@ -211,7 +213,12 @@ class _GradientSink:
 
 
 def fp16_scale_fits(problem: Problem) -> bool:
-    """Whether dz fits fp16 with a scale chosen from N alone: class weights, the target's probability and a z-loss make
-    it of any size."""
+    """Whether dz fits fp16 with a scale chosen from N alone: class weights, the target's probability, a z-loss and a
+    loss of the caller's own make it of any size."""
     options = problem.options
-    return problem.ce_weight is None and not options.lse_square_scale and not options.use_token_scaling
+    return (
+        problem.row_loss is None
+        and problem.ce_weight is None
+        and not options.lse_square_scale
+        and not options.use_token_scaling
+    )
