@@ -105,7 +105,8 @@ def fold_moments(moments: dict[str, torch.Tensor], headroom: int) -> dict[str, t
     if any(part.stride() != (stride, 1) for part in moments.values()):
         raise ValueError("the moments' parts must have rows of one stride")
     n, tiles = maximum.shape
-    folded = torch.empty(len(moments) + 1, n, dtype=torch.float32, device=maximum.device)
+    padded = -(-n // 4) * 4  # so that each vector starts at a multiple of 16 bytes, as kernels want it
+    folded = torch.empty(len(moments) + 1, padded, dtype=torch.float32, device=maximum.device)
     with torch.cuda.device(maximum.device):
         _fold_moments[(n,)](
             maximum,
@@ -116,10 +117,10 @@ def fold_moments(moments: dict[str, torch.Tensor], headroom: int) -> dict[str, t
             tiles,
             float(headroom),
             folded,
-            n,
+            padded,
             ENTROPY="sum_exp_z" in moments,
             SUM_SQ="sum_exp_sq" in moments,
             BLOCK=min(1024, triton.next_power_of_2(tiles)),
             num_warps=4,
         )
-    return dict(zip((*moments, "lse"), folded.unbind(), strict=True))
+    return dict(zip((*moments, "lse"), folded[:, :n].unbind(), strict=True))

@@ -7,11 +7,15 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
+from liger_cutedsl import fused_linear_log_probs
+from ptx import package
 from ptx.package import DTYPES
-from reference import GRADIENT_BOUND, Case, check_case
+from reference import GRADIENT_BOUND, Case, assert_close, check_case
 from reference_log_probs import LOGITS
 from reference_log_probs import check as check_log_probs
+from reference_log_probs import expected as expected_log_probs
 
 DTYPE = DTYPES[os.environ["PTX_DTYPE"]]
 FP16 = os.environ["PTX_DTYPE"] == "fp16"
@@ -54,6 +58,21 @@ def test_log_probs(workspace_mb, logits):
     """Every per-token value, with the gradients of all that have one; fp16 and capped entropies keep nothing."""
     case = Case(70, 64, 510, DTYPE, bias=True)
     check_log_probs(case, LOGITS[logits], engine="cute", workspace_mb=workspace_mb)
+
+
+def test_vectors_at_any_address():
+    """An odd number of rows and three sums a row: what is folded of them lies at addresses that kernels do not take."""
+    x, weight, target, *_ = Case(35, 64, 300, DTYPE, ignored=0).tensors()
+    got = fused_linear_log_probs(x, weight, target, return_entropy=True, engine="cute", workspace_mb=0.001)
+    (got.entropy.sum() + got.log_probs.sum()).backward()
+    leaves = [v.detach().double().requires_grad_() for v in (x, weight)]
+    want = expected_log_probs(*leaves, target, None)
+    (want.entropy.sum() + want.log_probs.sum()).backward()
+    for leaf, exact in zip((x, weight), leaves, strict=True):
+        assert_close(leaf.grad, exact.grad, 2 * GRADIENT_BOUND[DTYPE], "gradient")
+    problem = package.make_problem(x, weight, target, None, None, package.Flags(), 1.0, 0.0)
+    row = torch.ones(36)[1:]
+    package.run_backward(problem, row, package.coefficients(row, None), torch.empty(35, 304, dtype=DTYPE)[:, :300])
 
 
 def test_a_vocabulary_split_over_two_ranks(tmp_path):

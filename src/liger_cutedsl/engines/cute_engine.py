@@ -104,7 +104,7 @@ class CuteEngine:
         flags = EpilogueFlags.of(problem).for_gradients(coefficients)
         values = _readable_operands(flags.backward_operands, problem, tile)
         rows = {"lse": lse, "row_a": coefficients.a, "row_c": coefficients.c, "row_h": coefficients.h}
-        values |= {name: vector for name, vector in rows.items() if vector is not None}
+        values |= {name: vector_operand(vector) for name, vector in rows.items() if vector is not None}
         gemm = tile_of("backward", problem.x)
         self._run(backward_kernel(flags), problem.x, problem.weight[tile.columns], out, values, gemm)
 

@@ -46,9 +46,16 @@ def _default_chunk(engine, task: Task) -> int:
 
 
 def chunk_bytes(engine, problem: Problem, wanted: WantedGradients, rows: int) -> int:
-    """A chunk's exponentials and what turns them into gradients."""
-    scratch = _dx_scratch(engine, problem, rows, problem.vocab) if wanted.x is not None else 0
-    return exponentials_bytes(engine, problem, wanted, rows) + scratch
+    """A chunk's exponentials and, beside them, first what is made with them, then what turns them into gradients."""
+    stored = _stored_bytes(engine, problem, rows)
+    last = problem.tokens % rows or rows  # whose products, being smaller, may take more
+    scratch = max(_scratch(engine, problem, wanted, n, problem.vocab) for n in (rows, last))
+    return stored + max(exponentials_bytes(engine, problem, wanted, rows) - stored, scratch)
+
+
+def _stored_bytes(engine, problem: Problem, rows: int) -> int:
+    """The exponentials themselves."""
+    return rows * problem.vocab * engine.dz_dtype(problem.gemm_dtype).itemsize
 
 
 def exponentials_bytes(engine, problem: Problem, wanted: WantedGradients, rows: int) -> int:
@@ -56,9 +63,15 @@ def exponentials_bytes(engine, problem: Problem, wanted: WantedGradients, rows: 
     return engine.chunk_bytes(problem, rows) + (engine.operand_bytes(problem) if widens else 0)
 
 
-def _dx_scratch(engine, problem: Problem, rows: int, terms: int) -> int:
-    """What dX's product over so many columns allocates."""
-    return gemm.scratch_bytes(rows, terms, problem.hidden, engine.dz_dtype(problem.gemm_dtype), problem.device)
+def _scratch(engine, problem: Problem, wanted: WantedGradients, rows: int, columns: int, through: int = 0) -> int:
+    """What the products of dz (rows × columns) allocate, dX's first, then dW's; through: bytes of each number of dW on
+    its way to its dtype."""
+    kind, hidden, dx, dw = (engine.dz_dtype(problem.gemm_dtype), problem.device), problem.hidden, 0, 0
+    if wanted.x is not None:
+        dx = gemm.scratch_bytes(rows, columns, hidden, *kind)
+    if wanted.weight is not None:
+        dw = gemm.scratch_bytes(columns, rows, hidden, *kind) + columns * hidden * through
+    return max(dx, dw)
 
 
 def single_pass_bytes(engine, task: Task, sums: WantedGradients, chunk: int) -> int:
@@ -100,14 +113,15 @@ def _recompute_backward(engine, task: Task, width: int, kept: int, exponentials:
     x_sum = wanted.x if one_product else wanted.x and problem.compute_dtype
     sums = copies + gradient_bytes(problem, WantedGradients(x_sum, wanted.weight, wanted.bias)) - returned
     if kept:
-        scratch = _dx_scratch(engine, problem, problem.tokens, kept) if wanted.x is not None else 0
+        scratch = _scratch(engine, problem, wanted, problem.tokens, kept)
         column_sums = engine.column_sums_bytes(problem, kept) if wanted.bias is not None else 0
-        yield sums + exponentials + max(scratch, column_sums)
+        stored = _stored_bytes(engine, problem, problem.tokens) if exponentials else 0
+        yield sums + max(exponentials, stored + max(scratch, column_sums))
     if kept < problem.vocab:
-        scratch = _dx_scratch(engine, problem, problem.tokens, width) if wanted.x is not None else 0
-        if engine.dz_dtype(problem.gemm_dtype) == torch.float16:  # dX's comes before dW's rows in float32
-            scratch = max(0, scratch - 4 * problem.hidden * width)
-        yield sums + engine.column_bytes(problem) * (width + SPARE_COLUMNS) + scratch
+        through = 4 if engine.dz_dtype(problem.gemm_dtype) == torch.float16 else 0  # which column_bytes counts, too
+        dz = engine.column_bytes(problem) * (width + SPARE_COLUMNS) - through * problem.hidden * width
+        widths = {min(width, problem.vocab - kept), (problem.vocab - kept) % width or width}
+        yield sums + dz + max(_scratch(engine, problem, wanted, problem.tokens, n, through) for n in widths)
     if wanted.x is not None:
         dx = problem.tokens * problem.hidden * wanted.x.itemsize
         yield sums + dx * (x_sum != wanted.x)

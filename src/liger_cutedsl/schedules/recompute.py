@@ -170,8 +170,7 @@ def _gradients(engine, task: Task, route: Route, state: RecomputeState, upstream
         part = problem if first == problem.vocab else problem.of_columns(slice(0, first))
         sums = engine.scale_chunk(part, dz, kept.maxima, state.stats.lse, coefficients, task.wanted.bias is not None)
         for tile in _parts(problem, 0, first):
-            weight = problem.weight[tile.columns].to(route.dtype)
-            sink.add(dz[:, tile.columns], tile, weight, None if sums is None else sums[tile.columns])
+            sink.add(dz[:, tile.columns], tile, None if sums is None else sums[tile.columns])
         if first == problem.vocab:
             return sink.finish()
         del kept
@@ -180,10 +179,11 @@ def _gradients(engine, task: Task, route: Route, state: RecomputeState, upstream
     owner, column = target // tile_width, (target % tile_width).long()
     for index, tile in enumerate(vocabulary_tiles(problem.vocab, tile_width, first)):
         dz = buffer[:, : tile.width]
+        part = None  # before another is cast
         part = problem.columns_for_kernels(tile.columns, route.dtype)
         engine.dz_tile(part, state.stats.lse, coefficients, Tile(0, tile.width), out=dz)
         buffer.scatter_(1, column.masked_fill(owner != index, tile_width)[:, None], fix)
-        sink.add(dz, tile, part.weight)
+        sink.add(dz, tile, weight=part.weight)
     del buffer  # before dX takes memory a second time, in its own dtype
     dz = part = None
     return sink.finish()
@@ -208,10 +208,11 @@ class _GradientSink:
             self.gradients.x.zero_()
             self._dx_is_complete()
 
-    def add(self, dz: torch.Tensor, tile: Tile, weight: torch.Tensor, column_sums: torch.Tensor | None = None) -> None:
-        """weight: the tile's rows, as they are multiplied."""
+    def add(self, dz: torch.Tensor, tile: Tile, column_sums: torch.Tensor | None = None, weight=None) -> None:
+        """weight: the tile's rows as they are multiplied, where they are there."""
         grads = self.gradients
         if grads.x is not None:
+            weight = self.problem.weight[tile.columns].to(self.problem.x.dtype) if weight is None else weight
             weight = self.engine.gemm_operand(weight)
             matmul(dz, weight, out=grads.x, beta=float(tile.start > 0), alpha=self.alpha)
             if tile.stop == self.problem.vocab:
