@@ -257,6 +257,14 @@ def test_padding_reaches_nothing(ignored, schedule):
         assert_close(grad, other, 1e-9, "gradient")
 
 
+def test_padding_is_no_anomaly():
+    x, weight, target, _ = tensors()
+    a = torch.ones(50, dtype=torch.float64).index_fill(0, torch.tensor(3), torch.nan).requires_grad_()
+    with torch.autograd.detect_anomaly(check_nan=True):
+        fused_linear_loss(x, weight, target, lambda v, a: -v.log_prob * a.sqrt(), a).backward()
+    assert a.grad.isfinite().all() and x.grad.isfinite().all()
+
+
 def test_no_row_counts():
     x, weight, target, _ = tensors(ignored=range(50))
     scale = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
