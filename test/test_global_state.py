@@ -237,7 +237,8 @@ def test_calls_without_data_under_autocast(kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_explain_takes_tensors_without_data(place, dtype):
     """The route is that of tensors with data on the device they stand for."""
-    tensors = Case(tokens=600, vocab=5000, dtype=dtype, device=place.device, bias=True).tensors()
+    # no target is ignored: explain() sees those of tensors with data
+    tensors = Case(tokens=600, vocab=5000, dtype=dtype, device=place.device, bias=True, ignored=0).tensors()
     for call in ({}, dict(reduction="none"), dict(workspace_mb=3), dict(schedule="recompute", softcap=5.0)):
         for autocast in (False, True):
             with torch.autocast(place.device, dtype=torch.float16, enabled=autocast):

@@ -1,18 +1,28 @@
 """Per-token values against float64 PyTorch: log-probabilities, entropy, selected columns; temperature, logit scale."""
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 
-from liger_cutedsl import LogProbs, LossOptions, fused_linear_cross_entropy, fused_linear_log_probs, routing
+from liger_cutedsl import (
+    LogProbs,
+    LossOptions,
+    fused_linear_cross_entropy,
+    fused_linear_log_probs,
+    routing,
+    torch_compile_log_probs,
+)
 from liger_cutedsl.call import Problem, WantedGradients
 from liger_cutedsl.engines.torch_engine import TorchEngine
 from liger_cutedsl.options import LogProbOptions
 from liger_cutedsl.route import Settings
 from liger_cutedsl.schedules import recompute
 from liger_cutedsl.schedules.schedule import Task
-from reference import Case, assert_close, check_case
+from reference import GRADIENT_BOUND, Case, assert_close, check_case
 from reference_log_probs import ALONE, EVERYTHING, LOGITS, check, expected
 
 X, W = torch.randn(6, 16, dtype=torch.float64), torch.randn(40, 16, dtype=torch.float64)
@@ -225,6 +235,26 @@ def test_compiled(backend):
         torch.testing.assert_close(plain(x, weight, target), fused_linear_log_probs(x, weight, target))
 
 
+@pytest.mark.parametrize("flags", [{}, EVERYTHING], ids=["plain", "everything"])
+def test_the_ops_do_what_they_declare(flags):
+    """torch's own check: what they declare against what they do, aliasing, dtypes and strides among it."""
+    x, weight, target, bias, _ = Case(11, 16, 50, dtype=torch.bfloat16, bias=True).tensors()
+    selected = torch.tensor([4, 4]) if flags else None
+    values = [({"softcap": 5.0} | flags).get(field.name, field.default) for field in fields(LogProbOptions)]
+    tensors, call = (
+        (x, weight, target, bias, None, selected),
+        (*values, "auto", "auto", None, 1, None, True, True, True),
+    )
+    torch.library.opcheck(torch_compile_log_probs.FLLP.default, (*tensors, *call))
+    with torch.no_grad():
+        *results, lse, target_logit, entropy, chosen = torch_compile_log_probs.FLLP(*tensors, *call)
+    upstream = [torch.ones_like(value) if value.numel() else None for value in results[:3]]
+    saved = (lse, target_logit, *(value if value.numel() else None for value in (entropy, chosen)))
+    arguments = (*upstream, *saved, *(v if v is None else v.detach() for v in tensors), *call)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch_compile_log_probs.FLLP_BACKWARD.default, arguments, test_utils=checks)
+
+
 def test_shapes_without_data():
     with torch.device("meta"):
         got = fused_linear_log_probs(
@@ -296,3 +326,67 @@ def test_calls_that_wait_for_their_backward_keep_vectors():
     grads = [torch.autograd.grad(call.sum(), weight)[0] for call in (second, first)]
     assert kept() == alone
     assert_close(grads[0].double(), grads[1].double(), 2**-8, "dW")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cuda_graph(dtype):
+    """Captured once, replayed with other inputs, targets and selected columns; some targets ignored."""
+    tokens, hidden, vocab = 300, 64, 5000
+    x, weight = (torch.zeros(n, hidden, device="cuda", dtype=dtype, requires_grad=True) for n in (tokens, vocab))
+    target = torch.zeros(tokens, device="cuda", dtype=torch.int64)
+    selected = torch.zeros(3, device="cuda", dtype=torch.int64)
+
+    def step():
+        got = fused_linear_log_probs(
+            x, weight, target, engine="cute", temperature=1.3, selected_token_ids=selected, **EVERYTHING
+        )
+        sum((value * (i + 1)).sum() for i, value in enumerate(got[:3])).backward()
+        return [value.detach() for value in got]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    x.grad = weight.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    for seed, ignored in enumerate((0.0, 0.4)):
+        case = Case(tokens, hidden, vocab, dtype=dtype, device="cuda", seed=seed, ignored=ignored)
+        new_x, new_weight, new_target, *_ = case.tensors()
+        with torch.no_grad():
+            x.copy_(new_x)
+            weight.copy_(new_weight)
+            target.copy_(new_target)
+            selected.copy_(torch.tensor([seed, vocab - 1, seed]))
+        graph.replay()
+        leaves = [v.detach().double().requires_grad_() for v in (x, weight)]
+        want = expected(*leaves, target, None, selected, temperature=1.3)
+        for name, value, reference in zip(LogProbs._fields, got, want, strict=True):
+            if reference.dtype == torch.bool:
+                assert torch.equal(value, reference)
+            else:
+                assert_close(value, reference, 1e-5, name, size=30 * tokens**0.5)
+        grads = torch.autograd.grad(sum((value * (i + 1)).sum() for i, value in enumerate(want[:3])), leaves)
+        for name, leaf, grad in zip(("dx", "dW"), (x, weight), grads, strict=True):
+            assert_close(leaf.grad, grad, 2 * GRADIENT_BOUND[dtype], name)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_under_activation_checkpointing(reentrant):
+    x, weight = X.clone().requires_grad_(), W.clone().requires_grad_()
+
+    def head(x, weight):
+        got = fused_linear_log_probs(x, weight, T, return_entropy=True)
+        return got.log_probs.sum() + 0.1 * got.entropy.sum()
+
+    grads = []
+    for run in (head, lambda *leaves: torch.utils.checkpoint.checkpoint(head, *leaves, use_reentrant=reentrant)):
+        x.grad = weight.grad = None
+        run(x, weight).backward()
+        grads.append((x.grad.clone(), weight.grad.clone()))
+    for plain, checkpointed in zip(*grads, strict=True):
+        assert_close(checkpointed, plain, 1e-12, "gradient")

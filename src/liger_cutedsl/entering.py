@@ -33,7 +33,8 @@ def flattened(x, target):
 
 def entered(tensors, options: dict, engine=None, schedule=None, workspace_mb=None, chunk_mem_const=1) -> LossOutput:
     """The call by the way its tensors need: DTensors, one node of a graph, or as it is."""
-    if _is_traced(tensors):
+    # Asked here: torch.compile would compile a function of its own, and its answer, where this one runs between graphs.
+    if not _is_distributed(tensors) and (torch.compiler.is_compiling() or shapes_only(*tensors)):
         _check_traceable(dict(options, chunk_mem_const=chunk_mem_const))
         return run_compiled(tensors, options, engine, schedule, workspace_mb, chunk_mem_const)
     problem = Problem(**dict(zip(TENSORS, tensors, strict=True)), options=LossOptions(**options))
@@ -42,7 +43,7 @@ def entered(tensors, options: dict, engine=None, schedule=None, workspace_mb=Non
 
 def entered_log_probs(tensors, options: dict, engine=None, schedule=None, workspace_mb=None) -> LogProbs:
     """The same for log-probabilities."""
-    if _is_traced(tensors):
+    if not _is_distributed(tensors) and (torch.compiler.is_compiling() or shapes_only(*tensors)):
         _check_traceable(options)
         return run_compiled_log_probs(tensors, options, engine, schedule, workspace_mb)
     problem = Problem(**dict(zip(TENSORS, tensors, strict=True)), options=LogProbOptions(**options))
@@ -50,16 +51,13 @@ def entered_log_probs(tensors, options: dict, engine=None, schedule=None, worksp
 
 
 def run_eager(problem: Problem, settings: Settings) -> NamedTuple:
-    distributed = is_dtensor(problem.x) or is_dtensor(problem.weight)
+    distributed = _is_distributed((problem.x, problem.weight))
     return run_dtensor(problem, settings) if distributed else run(problem, settings)
 
 
-def _is_traced(tensors) -> bool:
-    """Whether a call with these tensors, in the order of TENSORS, is to be one node of a graph, or has shapes only."""
+def _is_distributed(tensors) -> bool:
     x, weight, *_ = tensors
-    if is_dtensor(x) or is_dtensor(weight):
-        return False
-    return torch.compiler.is_compiling() or shapes_only(*tensors)
+    return is_dtensor(x) or is_dtensor(weight)
 
 
 def _check_traceable(options: dict) -> None:

@@ -24,6 +24,7 @@ from liger_cutedsl.custom_ops import (
     empty_results,
 )
 from liger_cutedsl.derivatives import refuse_second_derivative
+from liger_cutedsl.log_probs import DIFFERENTIABLE as DIFFERENTIABLE_RESULTS
 from liger_cutedsl.log_probs import LogProbs
 from liger_cutedsl.objective import row_weights
 from liger_cutedsl.options import LogProbOptions
@@ -124,9 +125,9 @@ def _setup_context(ctx, inputs, output):
     call = _Arguments.of(LogProbOptions, *inputs)
     ctx.wanted, ctx.call = call.wanted, inputs[len(TENSORS) :]
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[3:])
     found = dict(zip(call.results(), output, strict=True))
     there = {name for name, result in call.results().items() if result is not None}
+    ctx.mark_non_differentiable(*(v for n, v in found.items() if n not in DIFFERENTIABLE_RESULTS or n not in there))
     saved = ("lse", "target_logit", "row_entropy", "selected")
     ctx.save_for_backward(*(found[name] if name in there else None for name in saved), *inputs[: len(TENSORS)])
 

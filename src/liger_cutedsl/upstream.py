@@ -54,7 +54,7 @@ class History:
             self.notes.append(_Note(valid, upstream.dtype, float(upstream)))
             return
         fits = old is not None and old.dtype == upstream.dtype and old.ready is not None
-        host = old.host if fits else torch.empty((), dtype=upstream.dtype, pin_memory=True)
+        host = old.host if fits else torch.empty((), dtype=upstream.dtype, device="cpu", pin_memory=True)
         host.copy_(upstream.detach(), non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
@@ -88,7 +88,7 @@ def _same(value: float, note: _Note, valid: int) -> float:
 
 
 def _rounded(value: float, note: _Note) -> float:
-    return torch.tensor(value, dtype=note.dtype).item()
+    return torch.tensor(value, dtype=note.dtype, device="cpu").item()
 
 
 _histories: dict[tuple, History] = {}

@@ -56,7 +56,17 @@ ALL = Flags(True, True, True, True, True)
 ALL_BUT_SOFTCAP, CAPPED = replace(ALL, softcap=False), Flags(bias=True, softcap=True, argmax=True)
 PER_TOKEN = Flags(bias=True, softcap=True, smoothing=True, argmax=True, scale=True, entropy=True, sum_sq=True)
 # too long for `make test`
-LONG = ("forward all full", "forward raster", "exp all full")
+LONG = (
+    "forward all full",
+    "forward raster",
+    "exp all full",
+    "forward entropy",
+    "forward entropy huge",
+    "forward scaled",
+    "exp per token fp16",
+    "backward entropy",
+    "backward entropy masked",
+)
 BIAS_ARGMAX = Flags(bias=True, argmax=True)
 CASES = {
     "forward tiny": Case("forward", 256, 64, 512),

@@ -10,6 +10,8 @@ import pytest
 
 from ptx.package import DTYPES
 from reference import GRADIENT_BOUND, Case, check_case
+from reference_log_probs import LOGITS
+from reference_log_probs import check as check_log_probs
 
 DTYPE = DTYPES[os.environ["PTX_DTYPE"]]
 FP16 = os.environ["PTX_DTYPE"] == "fp16"
@@ -44,6 +46,14 @@ def test_call(name):
     # of a handful of elements each may be rounded by nearly a whole unit, as exponential and as dz
     bound = GRADIENT_BOUND[DTYPE] * (2 if tokens < 8 else 1)
     check_case(case, engine="cute", schedule=schedule, workspace_mb=workspace_mb, gradient_bound=bound)
+
+
+@pytest.mark.parametrize("logits", ["plain", "cap, temperature and scale"])
+@pytest.mark.parametrize("workspace_mb", [None, 0.001], ids=["kept", "tiled"])
+def test_log_probs(workspace_mb, logits):
+    """Every per-token value, with the gradients of all that have one; fp16 and capped entropies keep nothing."""
+    case = Case(70, 64, 510, DTYPE, bias=True)
+    check_log_probs(case, LOGITS[logits], engine="cute", workspace_mb=workspace_mb)
 
 
 def test_a_vocabulary_split_over_two_ranks(tmp_path):

@@ -6,6 +6,8 @@ not made some of them yet has so much room. Vectors of a few numbers a row are l
 
 from __future__ import annotations
 
+import torch
+
 from liger_cutedsl import gemm
 from liger_cutedsl.call import Problem, WantedGradients
 from liger_cutedsl.route import DEFAULT_CHUNK
@@ -103,6 +105,8 @@ def _recompute_backward(engine, task: Task, width: int, kept: int, exponentials:
         yield sums + exponentials + max(scratch, column_sums)
     if kept < problem.vocab:
         scratch = _dx_scratch(engine, problem, problem.tokens, width) if wanted.x is not None else 0
+        if engine.dz_dtype(problem.gemm_dtype) == torch.float16:  # dX's comes before dW's rows in float32
+            scratch = max(0, scratch - 4 * problem.hidden * width)
         yield sums + engine.column_bytes(problem) * (width + SPARE_COLUMNS) + scratch
     if wanted.x is not None:
         dx = problem.tokens * problem.hidden * wanted.x.itemsize
