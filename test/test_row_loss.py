@@ -79,8 +79,8 @@ def check(case: Case, row_loss, rows, given=None, reduction="mean", exact_aux=Tr
     for leaf, grad, other in zip(leaves, grads, wants, strict=True):
         assert grad.dtype == leaf.dtype and grad.shape == leaf.shape
         # coefficients of random signs and sizes: a few rows dominate, so that both roundings may be whole ones at once
-        twice = 2 if case.dtype.itemsize == 2 else 1
-        allowed = twice * GRADIENT_BOUND[case.dtype]
+        twice = 2 if leaf.dtype.itemsize == 2 else 1
+        allowed = twice * GRADIENT_BOUND[leaf.dtype]
         # a sum over rows of terms of both signs is exact to the rounding of these
         assert_close(grad, other, allowed, f"gradient of {tuple(leaf.shape)}", size=float(loss.dim() == grad.dim()))
     return got, grads
@@ -255,6 +255,14 @@ def test_padding_reaches_nothing(ignored, schedule):
             assert not grad[~kept].any()
             grad = grad[kept]
         assert_close(grad, other, 1e-9, "gradient")
+
+
+def test_padding_is_no_anomaly():
+    x, weight, target, _ = tensors()
+    a = torch.ones(50, dtype=torch.float64).index_fill(0, torch.tensor(3), torch.nan).requires_grad_()
+    with torch.autograd.detect_anomaly(check_nan=True):
+        fused_linear_loss(x, weight, target, lambda v, a: -v.log_prob * a.sqrt(), a).backward()
+    assert a.grad.isfinite().all() and x.grad.isfinite().all()
 
 
 def test_no_row_counts():

@@ -153,7 +153,7 @@ def suite_log_probs():
 
 def suite_row_losses():
     """A loss of the caller's own and all of its gradients, over shards of all kinds, one of them a DTensor's."""
-    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
     mesh = init_device_mesh("cuda" if ON_GPU else "cpu", (WORLD,), mesh_dim_names=("tp",))
 
@@ -161,17 +161,21 @@ def suite_row_losses():
         gain = values.log_prob * advantage + scale * values.entropy + 0.1 * values.mean_logit
         return gain + 0.01 * values.lse**2, values.argmax
 
-    for logits, kind in itertools.product(LOGITS.values(), ("equal", "uneven", "dtensor")):
+    for logits, kind in itertools.product(LOGITS.values(), ("equal", "uneven", "dtensor", "sequence")):
         case = Case(vocab=300 // WORLD * WORLD, dtype=DTYPES[0], bias=True, **SIZES)
-        bounds = shards(case.vocab, "equal" if kind == "dtensor" else kind)
+        bounds = shards(case.vocab, kind if kind == "uneven" else "equal")
         mine = slice(bounds[RANK], bounds[RANK + 1])
         x, weight, target, bias, _ = case.tensors()
         draws = torch.randn(case.tokens + 1, generator=torch.Generator().manual_seed(1)).to(DEVICE)
         rows = [v.clone().requires_grad_() for v in (draws[:-1], draws[-1])]
         own = [v.detach()[mine].clone().requires_grad_() for v in (weight, bias)]
-        if kind == "dtensor":
+        xs, labels = x, target
+        if kind == "sequence":  # x and the targets sharded by rows, row tensors whole
+            xs, labels = (distribute_tensor(v.detach(), mesh, [Shard(0)]) for v in (x, target))
+            xs.requires_grad_()
+        if kind in ("dtensor", "sequence"):
             heads = [DTensor.from_local(v, mesh, [Shard(0)]) for v in own]
-            got = fused_linear_loss(x, heads[0], target, row_loss, *rows, bias=heads[1], **logits)
+            got = fused_linear_loss(xs, heads[0], labels, row_loss, *rows, bias=heads[1], **logits)
         else:
             split = dict(bias=own[1], workspace_mb=0.01, **logits)
             got = vocab_parallel_fused_linear_loss(x, own[0], target, row_loss, *rows, **split)
@@ -183,9 +187,10 @@ def suite_row_losses():
         got.loss.backward()
         grads = torch.autograd.grad(want, leaves)
         wanted = (grads[0], grads[1][mine], grads[2][mine], *grads[3:])
-        for leaf, grad in zip((x, *own, *rows), wanted, strict=True):
+        for leaf, grad in zip((xs, *own, *rows), wanted, strict=True):
             allowed = (2 if ON_GPU else 1) * GRADIENT_BOUND[leaf.dtype]
-            assert_close(leaf.grad, grad, allowed, f"{tuple(leaf.shape)}", size=float(grad.norm()))
+            found = leaf.grad.full_tensor() if isinstance(leaf, DTensor) else leaf.grad
+            assert_close(found, grad, allowed, f"{tuple(leaf.shape)}", size=float(grad.norm()))
 
 
 def suite_shards():

@@ -135,9 +135,9 @@ class RowLoss:
 
     def _shield(self, ignored: torch.Tensor | None) -> Callable:
         """What puts a counted row's numbers in ignored rows, where all share a tensor that wants a gradient: NaN in
-        padding would reach it, because 0·NaN is NaN. Else the identity."""
+        padding would reach it, because 0·NaN is NaN. And where torch looks for NaN. Else the identity."""
         shared = any(wants and not is_per_row(t) for t, wants in zip(self.tensors, self.wanted, strict=True))
-        if ignored is None or not shared or not len(ignored):
+        if ignored is None or not (shared or torch.is_anomaly_enabled()) or not len(ignored):
             return lambda value: value
         counted = (~ignored).to(torch.int32).argmax().view(1)  # as an index that nobody reads on the host
 
