@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from liger_cutedsl import ahead_of_time, explain
+from liger_cutedsl import ahead_of_time, explain, kernel_variants
 from liger_cutedsl.compat import FakeTensorMode
 from liger_cutedsl.engines import architectures
 from liger_cutedsl.kernel_cache import chosen_folder, obstacle_of
@@ -160,7 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_compile(chosen) -> int:
     """Compiles, prints, and returns 1 where a kernel failed or is not what it should be."""
-    variants = ahead_of_time.typical_variants() if chosen.typical else ahead_of_time.all_variants()
+    variants = kernel_variants.typical_variants() if chosen.typical else kernel_variants.all_variants()
     results = []
     for arch in chosen.arch or architectures.SUPPORTED_TARGETS:
         results += ahead_of_time.compile_architecture(arch, variants, max(1, chosen.jobs))

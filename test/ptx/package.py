@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 import liger_cutedsl.engines.cute_engine as cute_engine
-from liger_cutedsl import ahead_of_time
+from liger_cutedsl import ahead_of_time, kernel_variants
 from liger_cutedsl.call import Problem
 from liger_cutedsl.engines.torch_engine import TorchEngine
 from liger_cutedsl.epilogues import EpilogueFlags, exp_headroom
@@ -31,7 +31,7 @@ Flags = EpilogueFlags  # which parts of the epilogue a kernel has
 def variants(typical: bool = False) -> list[tuple[str, str, str, Flags, bool]]:
     """(name, kernel, dtype, flags, ragged) of all kernels that `python -m liger_cutedsl compile` makes, or of those of
     its --typical."""
-    listed = ahead_of_time.typical_variants() if typical else ahead_of_time.all_variants()
+    listed = kernel_variants.typical_variants() if typical else kernel_variants.all_variants()
     return [(v.name, v.kernel, v.dtype, v.flags, v.ragged) for v in listed]
 
 
