@@ -73,6 +73,13 @@ def place(request) -> Place:
     return request.param
 
 
+@pytest.fixture
+def enabled():
+    liger_cutedsl.enable()
+    yield
+    liger_cutedsl.disable()
+
+
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch):
     """Tests decide their route themselves."""

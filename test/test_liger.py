@@ -22,13 +22,6 @@ T = torch.randint(0, 50, (20,))
 FLOAT32 = 1e-5
 
 
-@pytest.fixture
-def enabled():
-    liger_cutedsl.enable()
-    yield
-    liger_cutedsl.disable()
-
-
 def leaves():
     return X.clone().requires_grad_(), W.clone().requires_grad_()
 

@@ -23,13 +23,6 @@ TOKENS, HIDDEN, VOCAB = 521, 16, 77
 
 
 @pytest.fixture
-def enabled():
-    liger_cutedsl.enable()
-    yield
-    liger_cutedsl.disable()
-
-
-@pytest.fixture
 def ours(enabled, monkeypatch):
     monkeypatch.setenv("LIGER_CUTEDSL_ENGINE", "torch")
     found = getattr(ops, NAME)

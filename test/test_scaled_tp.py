@@ -1,28 +1,16 @@
 """Liger's scaled cross entropy with a vocabulary over two ranks (gloo, CPU). See scaled_tp_worker.py."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 import liger_cutedsl
+from ranks import run_ranks
 
 ops = pytest.importorskip("liger_kernel.ops")
-WORKER = Path(__file__).parent / "scaled_tp_worker.py"
 
 
 def test_over_two_ranks(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = []
-    for rank in range(2):
-        command = [sys.executable, "-W", "ignore", str(WORKER), str(rank), "2", str(tmp_path)]
-        ranks.append(subprocess.Popen(command, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True))
-    for rank, process in enumerate(ranks):
-        output = process.communicate(timeout=240)[0]
-        assert process.returncode == 0 and f"rank {rank} done" in output, output[-3000:]
+    run_ranks("scaled_tp_worker", tmp_path)
 
 
 @pytest.mark.parametrize("value,error", [(3, ValueError), (1.0, TypeError)])

@@ -25,13 +25,6 @@ trls_on_a_cpu = pytest.mark.skipif(
 
 
 @pytest.fixture
-def enabled():
-    liger_cutedsl.enable()
-    yield
-    liger_cutedsl.disable()
-
-
-@pytest.fixture
 def ours(enabled, monkeypatch):
     """TRL's name, which means our class, and an engine that runs here."""
     monkeypatch.setenv("LIGER_CUTEDSL_ENGINE", "torch")
