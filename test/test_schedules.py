@@ -227,7 +227,7 @@ def test_recompute_keeps_exponentials_in_the_memory_of_dw():
     del e, lent
     loss.backward()
     assert weight.grad.data_ptr() == memory, "the gradient was copied on its way to weight.grad"
-    assert loss.grad_fn.state.kept.taken.done
+    assert loss.grad_fn.state.kept.waiting.taken
 
 
 def test_recompute_keeps_all_exponentials_that_fit_the_budget():

@@ -16,8 +16,7 @@ from liger_cutedsl.cross_entropy import LossOutput
 from liger_cutedsl.entering import entered, flattened
 from liger_cutedsl.options import LossOptions, suggesting
 from liger_cutedsl.route import Route, Settings
-from liger_cutedsl.shards import VocabShard
-from liger_cutedsl.split import SplitVocabulary
+from liger_cutedsl.split import over_ranks
 from liger_cutedsl.without_data import planned
 
 
@@ -147,10 +146,9 @@ def vocab_parallel_fused_linear_cross_entropy(
     x, target = flattened(x, target)
     problem = Problem(x, weight_shard, target, bias, ce_weight, LossOptions(**options))
 
-    def split_of(problem: Problem) -> SplitVocabulary:
-        return SplitVocabulary(VocabShard.of(problem, group, vocab_start, vocab_size))
-
-    return run(problem, Settings.resolve(engine, None, workspace_mb), split_of).result(shape)
+    return run(
+        problem, Settings.resolve(engine, None, workspace_mb), over_ranks(group, vocab_start, vocab_size)
+    ).result(shape)
 
 
 class LigerResults(NamedTuple):

@@ -11,8 +11,7 @@ from liger_cutedsl.entering import entered_log_probs, flattened
 from liger_cutedsl.log_probs import LogProbs
 from liger_cutedsl.options import LogProbOptions, suggesting
 from liger_cutedsl.route import Settings
-from liger_cutedsl.shards import VocabShard
-from liger_cutedsl.split import SplitVocabulary
+from liger_cutedsl.split import over_ranks
 
 
 @suggesting
@@ -113,7 +112,6 @@ def vocab_parallel_fused_linear_log_probs(
     x, target = flattened(x, target)
     problem = Problem(x, weight_shard, target, bias, options=options, selected_token_ids=selected_token_ids)
 
-    def split_of(problem: Problem) -> SplitVocabulary:
-        return SplitVocabulary(VocabShard.of(problem, group, vocab_start, vocab_size))
-
-    return run(problem, Settings.resolve(engine, None, workspace_mb), split_of).result(shape)
+    return run(
+        problem, Settings.resolve(engine, None, workspace_mb), over_ranks(group, vocab_start, vocab_size)
+    ).result(shape)

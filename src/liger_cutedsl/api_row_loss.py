@@ -17,8 +17,7 @@ from liger_cutedsl.row_check import read_by, reads_also
 from liger_cutedsl.row_function import NotComputed, RowLoss
 from liger_cutedsl.row_loss import RowLossOutput
 from liger_cutedsl.row_tensors import with_gradients
-from liger_cutedsl.shards import VocabShard
-from liger_cutedsl.split import SplitVocabulary
+from liger_cutedsl.split import over_ranks
 from liger_cutedsl.without_data import refuse_without_data
 
 
@@ -114,10 +113,7 @@ def vocab_parallel_fused_linear_loss(
         return_log_probs=return_log_probs,
         return_entropy=return_entropy,
     )
-    settings = Settings.resolve(engine, None, workspace_mb)
-
-    def split_of(problem: Problem) -> SplitVocabulary:
-        return SplitVocabulary(VocabShard.of(problem, group, vocab_start, vocab_size))
+    settings, split_of = Settings.resolve(engine, None, workspace_mb), over_ranks(group, vocab_start, vocab_size)
 
     tensors = (x, weight_shard, target, bias)
     return _called(tensors, options, row_loss, row_tensors, lambda p: run(p, settings, split_of))

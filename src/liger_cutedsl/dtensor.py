@@ -8,8 +8,7 @@ from typing import NamedTuple
 from liger_cutedsl.autograd import between_graphs, run
 from liger_cutedsl.call import TENSORS, VECTORS, Problem, is_dtensor
 from liger_cutedsl.route import Settings
-from liger_cutedsl.shards import VocabShard
-from liger_cutedsl.split import SplitVocabulary
+from liger_cutedsl.split import over_ranks
 
 _FSDP_OR_TP = (
     "Under FSDP2 each rank has its own x, and the sharded parameter has to be whole: call the loss in the forward of "
@@ -149,7 +148,7 @@ def _run_sharded(problem: Problem, dim: int, settings: Settings) -> NamedTuple:
         row_loss=problem.row_loss,
     )
     place = mesh.get_group(dim), _first_row(weight, dim), weight.shape[0]
-    return run(local, settings, lambda problem: SplitVocabulary(VocabShard.of(problem, *place)))
+    return run(local, settings, over_ranks(*place))
 
 
 def _first_row(weight, dim: int) -> int:

@@ -24,6 +24,7 @@ import torch
 from liger_cutedsl.call import Problem
 from liger_cutedsl.epilogues import LOWEST_MAXIMUM, EpilogueFlags, capped
 from liger_cutedsl.options import LogitOptions
+from liger_cutedsl.row_function import masked
 from liger_cutedsl.row_statistics import RowStatistics
 
 
@@ -93,9 +94,7 @@ class RowWeights:
 
     def mask(self, per_row: torch.Tensor, fill=0.0) -> torch.Tensor:
         """Per-row values (N, …), fill in ignored rows."""
-        if self.ignored is None:
-            return per_row
-        return per_row.masked_fill(self.ignored.view(-1, *[1] * (per_row.dim() - 1)), fill)
+        return masked(per_row, self.ignored, fill)
 
 
 @dataclass(frozen=True)

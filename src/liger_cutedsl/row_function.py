@@ -122,9 +122,9 @@ class RowLoss:
             by_values, by_tensors = self._gradients(loss, leaves, own, ignored)
         dtype = values["lse"].dtype
         return Evaluated(
-            _masked(loss.detach().to(dtype), ignored),
+            masked(loss.detach().to(dtype), ignored),
             **by_values,
-            aux=tuple(_masked(a.detach().clone(), ignored) for a in aux),
+            aux=tuple(masked(a.detach().clone(), ignored) for a in aux),
             gradients=by_tensors,
         )
 
@@ -144,23 +144,23 @@ class RowLoss:
         def shielded(value):
             if not is_per_row(value):
                 return value
-            return torch.where(ignored.view(-1, *[1] * (value.dim() - 1)), value.index_select(0, counted), value)
+            return torch.where(_beside(ignored, value), value.index_select(0, counted), value)
 
         return shielded
 
     def _gradients(self, loss, leaves: dict, own: list, ignored) -> tuple[dict, tuple]:
         if not (self.differentiated and loss.requires_grad):
             return {}, tuple(torch.zeros_like(t) for t in own)
-        ones = _masked(torch.ones_like(loss), ignored)
+        ones = masked(torch.ones_like(loss), ignored)
         found = torch.autograd.grad(loss, (*leaves.values(), *own), ones, allow_unused=True)
-        by_values = dict(zip(leaves, (_masked(g, ignored) for g in found), strict=False))
+        by_values = dict(zip(leaves, (masked(g, ignored) for g in found), strict=False))
         none_counts = None if ignored is None else ignored.all()
 
         def by_tensor(tensor, gradient):
             if gradient is None:
                 return torch.zeros_like(tensor)
             if tensor.dim():
-                return _masked(gradient, ignored)
+                return masked(gradient, ignored)
             return gradient if none_counts is None else gradient.masked_fill(none_counts, 0.0)
 
         return by_values, tuple(by_tensor(t, g) for t, g in zip(own, found[len(leaves) :], strict=True))
@@ -196,8 +196,13 @@ def of_derivatives(evaluated: Evaluated) -> RowLoss:
     return RowLoss(function, tuple(there.values()), (False,) * len(there), True, False)
 
 
-def _masked(value: torch.Tensor | None, ignored: torch.Tensor | None) -> torch.Tensor | None:
-    """(n, …) with 0 in ignored rows."""
+def masked(value: torch.Tensor | None, ignored: torch.Tensor | None, fill=0) -> torch.Tensor | None:
+    """Per-row values (n, …), fill in ignored rows (n,)."""
     if value is None or ignored is None:
         return value
-    return value.masked_fill(ignored.view(-1, *[1] * (value.dim() - 1)), 0)
+    return value.masked_fill(_beside(ignored, value), fill)
+
+
+def _beside(per_row: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """(n,) with as many dimensions as value (n, …) has."""
+    return per_row.view(-1, *[1] * (value.dim() - 1))

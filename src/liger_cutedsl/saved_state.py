@@ -8,13 +8,6 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 import torch
 
 
-class Once:
-    """Whether what may happen once has happened: shared by a state and its copies."""
-
-    def __init__(self):
-        self.done = False
-
-
 @dataclass(frozen=True)
 class _Saved:
     """Stands for the tensor at a position."""

@@ -13,6 +13,7 @@ So dX is the single process's up to float32 rounding (float64 for float64 inputs
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -101,6 +102,11 @@ _ALONE = (
     "a kernel failed on this rank of a split vocabulary, after all ranks had agreed on an engine; the others go on "
     "with NaN. LIGER_CUTEDSL_ENGINE=torch on all of them does without these kernels"
 )
+
+
+def over_ranks(group, vocab_start: int | None, vocab_size: int | None) -> Callable[[Problem], SplitVocabulary]:
+    """What autograd.run asks for a process's share, of problems that hold its rows: as VocabShard.of places them."""
+    return lambda problem: SplitVocabulary(VocabShard.of(problem, group, vocab_start, vocab_size))
 
 
 class SplitVocabulary:

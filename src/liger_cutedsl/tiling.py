@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from liger_cutedsl.route import DEFAULT_CHUNK
+
 # Tiles are multiples of this many columns (but for the last): the GEMMs' own tiles divide it or it them.
 TILE_QUANTUM = 128
 
@@ -17,9 +19,6 @@ SPARE_COLUMNS = ROW_MULTIPLE
 
 # Of a weight in another dtype than it is multiplied in, so many columns are cast at once: a multiple of every tile.
 CAST_COLUMNS = 16128
-
-# Of the heads measured on an H200, each was within 3% of its best chunk at this width, and up to 8% off below it.
-WIDE_CHUNK = 2048
 
 # single_pass reads and writes dW once a chunk, under a long product: that costs about as much as this many tokens.
 DW_PASS_TOKENS = 130
@@ -102,8 +101,8 @@ class WaveModel:
     @functools.cache  # noqa: B019  (a model is one of a few constants)
     def best_chunk(self, tokens: int, vocab: int, hidden: int, largest: int) -> int:
         """The chunk of tokens up to `largest` in which single_pass takes the least predicted time, among those that
-        divide the tokens equally. Where WIDE_CHUNK is allowed, none below it: there dX's waves cost what they cost, and
-        above it cuBLAS has found better ones for all heads that were measured."""
+        divide the tokens equally. Where DEFAULT_CHUNK is allowed, none below it: there dX's waves cost what they cost,
+        and above it cuBLAS has found better ones for all heads that were measured."""
         gpu = self.calibration
         matrix = vocab * hidden
         # each GEMM of a chunk, however short, reads W or reads and writes dW, in 16 bits
@@ -120,8 +119,8 @@ class WaveModel:
         fewest = -(-tokens // largest)
         equal = (-(-tokens // count // TILE_QUANTUM) * TILE_QUANTUM for count in range(fewest, 2 * fewest + 1))
         sizes = sorted({min(size, largest) for size in equal})
-        if largest >= WIDE_CHUNK:
-            sizes = [size for size in sizes if size >= WIDE_CHUNK] or sizes[-1:]
+        if largest >= DEFAULT_CHUNK:
+            sizes = [size for size in sizes if size >= DEFAULT_CHUNK] or sizes[-1:]
         return _cheapest(tokens, sizes, cost)
 
     @functools.cache  # noqa: B019  (a model is one of a few constants)

@@ -22,8 +22,7 @@ from liger_cutedsl.options import LogProbOptions
 from liger_cutedsl.route import Settings
 from liger_cutedsl.routing import cute_obstacle
 from liger_cutedsl.schedules.schedule import Task
-from liger_cutedsl.shards import VocabShard
-from liger_cutedsl.split import SplitVocabulary
+from liger_cutedsl.split import over_ranks
 from liger_cutedsl.without_data import shapes_only
 
 HOME = "liger_kernel.ops.fused_linear_scaled_cross_entropy"
@@ -140,11 +139,7 @@ def _run_split(tensors, tp_group, options: dict) -> tuple[LogProbs | None, str]:
         reason = cute_obstacle(task)
     if reason is not None:
         return None, reason
-
-    def split_of(problem: Problem) -> SplitVocabulary:
-        return SplitVocabulary(VocabShard.of(problem, tp_group, None, None))
-
-    return run(problem, settings, split_of), ""
+    return run(problem, settings, over_ranks(tp_group, None, None)), ""
 
 
 def _in_graph(cls, tensors, options: dict) -> tuple[LogProbs | None, str]:

@@ -109,7 +109,7 @@ def _run(tensors, chunk_size, options: dict, flags: dict) -> tuple[LogProbs | No
 
 
 def _problem(hidden, weight, bias, targets, options: LogProbOptions) -> Problem:
-    """Targets come filtered: none is ignored, and none is looked at on the host."""
+    """Targets come filtered: none is ignored, which a route may be planned for."""
     dtype = product_dtype(hidden)
     if product_dtype(weight) != dtype:  # a wider hidden state than autocast has a name for
         weight = weight.to(dtype)

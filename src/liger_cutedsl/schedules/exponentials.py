@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from liger_cutedsl.call import Problem, WantedGradients
 from liger_cutedsl.options import LogProbOptions
-from liger_cutedsl.saved_state import Once
 from liger_cutedsl.schedules import footprint
 from liger_cutedsl.tiling import ROW_MULTIPLE
 
@@ -18,22 +17,25 @@ ALIGNMENT = 128  # bytes, of the first exponential in dW's memory: TMA wants 16,
 
 
 class Waiting:
-    """Memory of exponentials that wait for their backward: so many bytes on a device, or where dW will be."""
+    """Memory of exponentials that wait for their backward: so many bytes on a device, or where dW will be.
+
+    taken: whether backward has them, once and for all; shared by a state and its copies.
+    """
 
     _all: ClassVar[weakref.WeakSet] = weakref.WeakSet()
 
     def __init__(self, device: torch.device, size: int, lends_dw: bool):
-        self.device, self.size, self.lends_dw = device, size, lends_dw
+        self.device, self.size, self.lends_dw, self.taken = device, size, lends_dw, False
 
     @classmethod
     def of(cls, e: torch.Tensor, weight_gradient: torch.Tensor | None) -> Waiting:
-        lent = weight_gradient is not None
         lent = weight_gradient is not None
         waiting = cls(e.device, 0 if lent else e.numel() * e.itemsize, lent)
         cls._all.add(waiting)
         return waiting
 
     def end(self) -> None:
+        self.taken = True
         self._all.discard(self)
 
     @classmethod
@@ -52,9 +54,8 @@ class KeptExponentials:
 
     e: torch.Tensor
     maxima: torch.Tensor
-    weight_gradient: torch.Tensor | None = None
-    waiting: Waiting | None = None
-    taken: Once = field(default_factory=Once)
+    weight_gradient: torch.Tensor | None
+    waiting: Waiting
 
 
 def kept_columns(engine, problem: Problem, wanted: WantedGradients, budget: int) -> int:

@@ -56,9 +56,8 @@ class RecomputeState:
 
     def take_kept(self) -> KeptExponentials | None:
         """The exponentials, once: they turn into dz where they lie. A backward that keeps its graph recomputes all."""
-        if self.kept is None or self.kept.taken.done or graph_is_kept():
+        if self.kept is None or self.kept.waiting.taken or graph_is_kept():
             return None
-        self.kept.taken.done = True
         self.kept.waiting.end()
         return self.kept
 
