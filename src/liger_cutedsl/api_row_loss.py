@@ -162,7 +162,7 @@ def _whole(problem: Problem) -> torch.Tensor:
     if not is_dtensor(problem.target):
         return problem.target
     rows = problem.target.shape.numel()
-    return torch.full((rows,), problem.options.ignore_index + 1, device=problem.target.device)
+    return torch.full((rows,), problem.options.ignore_index + 1, dtype=torch.int64, device=problem.target.device)
 
 
 def _tensor(value):
