@@ -21,7 +21,7 @@ FOLDERS = {PACKAGE: ROOT / "src" / PACKAGE, "benchmark": ROOT / "benchmark"}
 LAYERS = """
 __main__
 (root)
-testing ahead_of_time
+testing ahead_of_time self_check
 kernel_variants
 liger.switch
 liger.operators liger.dispatch
@@ -34,7 +34,7 @@ torch_compile torch_compile_log_probs
 custom_ops
 dtensor
 autograd
-upstream row_tensors
+upstream row_tensors first_call
 derivatives
 routing
 schedules

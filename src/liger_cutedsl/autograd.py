@@ -20,6 +20,7 @@ from liger_cutedsl.checks import check_tensors
 from liger_cutedsl.compat import has_dispatch_modes
 from liger_cutedsl.derivatives import refuse_batched_upstream, without_second_derivative
 from liger_cutedsl.engines import KernelFailure
+from liger_cutedsl.first_call import announce
 from liger_cutedsl.objective import flat, named
 from liger_cutedsl.readable import check_still_readable
 from liger_cutedsl.route import Route, Settings
@@ -186,6 +187,7 @@ def forward_of(call: Call):
     """What the caller gets of a prepared call, and what its schedule's backward needs."""
     output, state = by_name(call.route.schedule).forward(call.engine, call.task, call.route)
     call.task.split.confirm(call.whole)
+    announce(call.route, call.whole, bool(call.task.wanted))
     return call.rows.spread_results(output, objectives.of(call.whole.options).FILLS), state
 
 

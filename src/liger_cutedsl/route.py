@@ -18,7 +18,7 @@ DEFAULT_CHUNK = 2048
 REPLACED = "what the operator takes that this one replaces"  # a source of Settings: no wish of the user's
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Route:
     """How one call runs.
 
@@ -61,6 +61,10 @@ class Route:
             parts[-1] += f" ({copied:.0f} of it copies of inputs)" if copied >= 0.5 else ""
         parts += [f"budget {self.budget}"] if self.budget else []
         return f"{', '.join(parts)}: {self.reason}"
+
+    def __repr__(self) -> str:
+        """For a notebook: the sentence, and not a dozen fields of which half are 0."""
+        return f"<Route {self}>"
 
 
 @dataclass(frozen=True)
