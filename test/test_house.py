@@ -307,16 +307,68 @@ def test_private_names_of_others_are_used_in_compat_alone():
     assert not wrong, "these belong into compat.py, and into its PRIVATE:\n" + "\n".join(wrong)
 
 
-def test_readme_shows_the_house_as_it_is():
-    """What README names is there, and in the order in which modules stand."""
-    readme = (ROOT / "README.md").read_text()
-    links = [link for link in re.findall(r"\]\(([^)#]+)", readme) if "://" not in link]
-    assert len(links) > 5 and not [link for link in links if not (ROOT / link).exists()]
-    rooms = re.findall(r"^\| (`.*`) \|", readme.partition("\n## The house\n")[2], re.MULTILINE)
-    floors = [[name.strip("`") for name in room.split(", ")] for room in rooms]
-    assert len(floors) > 8 and not [n for floor in floors for n in floor if not (FOLDERS[PACKAGE] / n).exists()]
-    heights = [line_of(name.removesuffix(".py").strip("/")) for floor in floors for name in floor]
+DESIGN = ROOT / "docs" / "design.md"
+
+
+def section(title: str) -> str:
+    """A section of docs/design.md."""
+    return DESIGN.read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def first_column(title: str) -> list[list[str]]:
+    """The names in the first column of a section's table, a list a row."""
+    rows = re.findall(r"^\| (`.*?`) \|", section(title), re.MULTILINE)
+    return [re.findall(r"`([^`]+)`", row) for row in rows]
+
+
+def test_the_design_shows_every_room_in_its_place():
+    """Each module stands there, or its folder does, in the order of LAYERS."""
+    rooms = [name for row in first_column("A line a room") for name in row]
+    modules = [name.removesuffix(".py").strip("/").replace("__init__", "(root)") for name in rooms]
+    assert not [name for name in rooms if not (FOLDERS[PACKAGE] / name).exists()]
+    heights = [line_of(module) for module in modules]
     assert heights == sorted(heights)
+    missing = [m for m in sources(PACKAGE) if m not in modules and m.partition(".")[0] not in modules]
+    assert not missing, f"{', '.join(missing)}: a line in docs/design.md, which says what it is for"
+
+
+def test_the_glossary_names_classes_that_are_there():
+    names = [name for row in first_column("Glossary") for name in row]
+    assert len(names) > 20
+    wrong = []
+    for name in names:
+        module, _, kind = name.rpartition(".")
+        source = sources(PACKAGE).get(module, "")
+        if not re.search(rf"^class {kind}\b", source, re.MULTILINE):
+            wrong.append(name)
+    assert not wrong
+
+
+def process_wide(source: str) -> set[str]:
+    """Names of a module that calls change: those that a function declares global, and empty containers."""
+    found = set()
+    for node, late in walk(ast.parse(source)):
+        if isinstance(node, ast.Global):
+            found.update(node.names)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and not late:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            empty = isinstance(node.value, (ast.Dict, ast.List)) and not ast.unparse(node.value).strip("{}[]")
+            empty = empty or (isinstance(node.value, ast.Call) and ast.unparse(node.value) == "set()")
+            if empty and isinstance(target, ast.Name):
+                found.add(target.id)
+    return found
+
+
+def test_the_design_lists_all_process_wide_state():
+    listed = {name for row in first_column("Process-wide state") for name in row}
+    found = {f"{module}.{name}" for module, source in sources(PACKAGE).items() for name in process_wide(source)}
+    listed = {name.replace("rows.TargetCheck.", "rows.") for name in listed}
+    assert found == listed
+
+
+def test_process_wide_state_is_seen():
+    source = "a: dict = {}\nb = set()\nc = []\nd = 1\nE = (1,)\ndef f():\n    global d\n    g = {}\n"
+    assert process_wide(source) == {"a", "b", "c", "d"}
 
 
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=" ".join)
