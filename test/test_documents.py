@@ -297,3 +297,7 @@ def test_the_version_stands_in_one_place():
 
     assert version("liger-cutedsl") == liger_cutedsl.__version__
     assert f"## {liger_cutedsl.__version__} " in text(ROOT / "CHANGELOG.md")
+
+
+def test_type_checkers_find_the_types():
+    assert Path(liger_cutedsl.__file__).with_name("py.typed").exists()

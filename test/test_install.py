@@ -87,7 +87,7 @@ def test_the_sdist_holds_all_that_tests_need(tmp_path):
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as opened:
         held = {name.partition("/")[2] for name in opened.getnames()}
-    folders = ("src/", "test/", "benchmark/", "examples/")
+    folders = ("src/", "test/", "benchmark/", "examples/", "docs/")
     wanted = {name for name in project_files() if name.startswith(folders) or "/" not in name}
     missing = {name for name in wanted - held if not name.startswith(".")}
     assert not missing
