@@ -41,7 +41,7 @@ def test_kernels_compile_for_every_architecture(capsys):
         assert k.registers > 0 and k.seconds > 0
         if k.arch != "sm_90a":
             assert "UTCHMMA.2CTA" in k.matrix_instruction, k
-            # what the README claims of Blackwell: a few spilled words at most, except with everything at once
+            # what benchmark/NOTES.md says of Blackwell: a few spilled words at most, except with everything at once
             assert k.spilled_words <= (16 if "argmax" not in k.name else 180), k
         else:
             assert "HGMMA" in k.matrix_instruction, k
