@@ -88,6 +88,16 @@ def test_what_is_stored_at_a_time(route, with_gradients, stored):
     assert first_call.stored_at_a_time(made, problem, with_gradients) == stored
 
 
+def test_a_compiled_call_says_it_when_it_runs(log):
+    """Not when it is traced."""
+    x, weight, target = inputs()
+    compiled = torch.compile(fused_linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    compiled(x, weight, target).backward()
+    compiled(x, weight, target)
+    (line,) = log()
+    assert "(300 x 5000, float32) not stored" in line
+
+
 def test_a_kernel_that_failed_is_not_what_ran(log):
     with testing.planted_kernel_failure(on_cpu=True):
         fused_linear_cross_entropy(*inputs())
@@ -116,15 +126,31 @@ def test_check(capsys):
     assert first_call.replaced() == [], "enable() is undone"
 
 
-def test_check_notices_wrong_numbers_and_another_class(monkeypatch, capsys):
-    pytest.importorskip("liger_kernel")
-    monkeypatch.setattr(self_check, "fused_linear_cross_entropy", lambda *a: 1.001 * fused_linear_cross_entropy(*a))
-    assert __main__.main(["--check"]) == 1 and "WRONG: loss off by 1e-03" in capsys.readouterr().out
-    monkeypatch.undo()
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda *a: fused_linear_cross_entropy(*a) + 0.01,
+        lambda *a: 1e-3 * fused_linear_cross_entropy(*a) + 0.999 * fused_linear_cross_entropy(*a).detach(),
+        lambda *a: fused_linear_cross_entropy(*a) * torch.nan,
+    ],
+    ids=["loss", "gradients", "NaN"],
+)
+def test_check_notices_wrong_numbers(monkeypatch, capsys, wrong):
+    monkeypatch.setattr(self_check, "fused_linear_cross_entropy", wrong)
+    assert __main__.main(["--check"]) == 1 and capsys.readouterr().out.count("WRONG: loss off by ") == 1
+
+
+def test_check_notices_another_class(monkeypatch, capsys):
+    functional = pytest.importorskip("liger_kernel.transformers.functional")
     monkeypatch.setattr(self_check, "enable", lambda: None)
     assert __main__.main(["--check"]) == 1
     # Liger's own class answers: on a CPU Triton cannot run, and the reason is given
     assert re.search(r"answered by liger_kernel\.ops\.\S+\n    WRONG: ", capsys.readouterr().out)
+    ours = liger_cutedsl.LigerFusedLinearCrossEntropyFunction
+    theirs = type(self_check.CLASS, (ours,), {"__module__": "liger_kernel.ops"})  # right numbers, and not ours
+    monkeypatch.setattr(functional, self_check.CLASS, theirs)
+    assert __main__.main(["--check"]) == 1
+    assert re.search(r"WRONG: loss off by \S+ of it, .*; not by this package", capsys.readouterr().out)
 
 
 def test_check_without_liger(monkeypatch, capsys):

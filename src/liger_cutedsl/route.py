@@ -18,7 +18,7 @@ DEFAULT_CHUNK = 2048
 REPLACED = "what the operator takes that this one replaces"  # a source of Settings: no wish of the user's
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Route:
     """How one call runs.
 
