@@ -348,7 +348,7 @@ EMPTY = ("{}", "[]", "set()", "weakref.WeakSet()", "weakref.WeakKeyDictionary()"
 
 
 def process_wide(source: str) -> set[str]:
-    """Names of a module that calls change, or Class.name: those that a function declares global, and empty containers."""
+    """Names, or Class.name, that calls change: what a function of the module declares global, and empty containers."""
     tree, found = ast.parse(source), set()
     found.update(name for node, _ in walk(tree) if isinstance(node, ast.Global) for name in node.names)
     owners = [("", tree), *((f"{n.name}.", n) for n in tree.body if isinstance(n, ast.ClassDef))]
