@@ -39,6 +39,7 @@ def reset() -> None:
     ranks of a group share a vocabulary (on all of them, or they disagree)."""
     routing._kernel_failure, routing._warned = None, False
     routing._small_budgets.clear()
+    routing._plans.clear()
     drop_in.forget_notes()
     row_check.forget()
     rows.TargetCheck._dropped_last_time.clear()
