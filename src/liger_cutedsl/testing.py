@@ -40,6 +40,7 @@ def reset() -> None:
     routing._kernel_failure, routing._warned = None, False
     routing._small_budgets.clear()
     first_call.forget()
+    routing._plans.clear()
     drop_in.forget_notes()
     row_check.forget()
     rows.TargetCheck._dropped_last_time.clear()
