@@ -61,9 +61,10 @@ def fused_linear_cross_entropy(
     accum_dtype: dtype in which dW and db are summed where a schedule sums them piecewise.
     return_z_loss, return_token_accuracy, return_predicted_tokens: metrics to compute besides the loss.
     weight_grad_buffer: a tensor (V, H), float32 or weight's dtype, contiguous and without gradient, to which dW is
-        added, once for each backward and times its upstream gradient; weight itself gets no gradient then. In float32
-        nothing is rounded to 16 bits. schedule="single_pass" has to be asked for, and adds in forward: for the upstream
-        gradient that is likely, with what another one adds in backward, which reads one number from the device.
+        added, once for each backward through the loss and times its upstream gradient; weight gets no gradient then.
+        One of 16 bits is rounded as it is added to: once, in single_pass once a chunk. schedule="single_pass" has to
+        be asked for, and adds in forward: for the upstream gradient that is likely, and in backward what another one
+        needs, for which it reads one number from the device. Not inside torch.compile(fullgraph=True).
     gradient_accumulation_fusion: the same with weight.main_grad, as Megatron-Core has it, where
         weight.grad_added_to_main_grad is set to True if it is there.
     engine, schedule, workspace_mb: see liger_cutedsl.route.Settings.
