@@ -218,7 +218,8 @@ def test_what_a_failed_backward_left_is_not_taken_for_another_ones(monkeypatch, 
     loss = fused_linear_cross_entropy(x, weight, target, **call)
     with monkeypatch.context() as planted, pytest.raises(torch.cuda.OutOfMemoryError):
         planted.setattr(recompute, "matmul", failing_at(5, recompute.matmul, torch.cuda.OutOfMemoryError))
-        loss.backward(torch.tensor(2.0, dtype=torch.float64))
+        with pytest.warns(RuntimeWarning, match="the same backward, called again, adds the rest"):
+            loss.backward(torch.tensor(2.0, dtype=torch.float64))
     with pytest.raises(RuntimeError, match="weight_grad_buffer holds a part of the gradient of a backward that failed"):
         loss.backward(torch.tensor(3.0, dtype=torch.float64))
 
@@ -239,6 +240,7 @@ def test_a_kernel_that_fails_in_backward_adds_nothing_twice(monkeypatch, schedul
         loss = fused_linear_cross_entropy(x, weight, target, **call)
         with monkeypatch.context() as planted:
             planted.setattr(TorchEngine, method, failing_at(nth, getattr(TorchEngine, method), KernelFailure))
+            planted.setattr(TorchEngine, "tile_width", lambda *_: 320)  # what was added ends in the middle of a tile
             loss.backward(twice)
         if testing.kernel_failure() is None:
             break
@@ -276,14 +278,15 @@ def test_a_gradient_that_was_added_in_vain_is_warned_of():
     with pytest.warns(RuntimeWarning, match="dropped without a backward, and weight_grad_buffer keeps its gradient"):
         del loss
         gc.collect()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
         for schedule in ("single_pass", "recompute"):
             loss = fused_linear_cross_entropy(x, weight, target, **dict(call, schedule=schedule))
             if schedule == "single_pass":
                 loss.backward()
             del loss
             gc.collect()
+    assert not seen
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -459,13 +462,13 @@ def test_nothing_of_the_size_of_dw_is_allocated(schedule):
 @pytest.mark.parametrize("situation", ["plain", "half ignored", "autocast", "narrow buffer"])
 @pytest.mark.parametrize("schedule", ["default", "small", "kept", "single_pass"])
 def test_bytes_are_as_promised(schedule, situation):
-    """What explain() says, counted by an allocator, and no less room because dW takes none."""
+    """What explain() says, counted by an allocator: a dW, of 24 MiB, gives no room to what comes before it."""
     route = dict(SCHEDULES, small=dict(schedule="recompute", workspace_mb=20)).get(schedule)
     narrow = situation == "narrow buffer"
-    case = Case(1024, 128, 16384, dtype=torch.bfloat16 if narrow else torch.float32, ignored=0.0, bias=True)
+    case = Case(256, 384, 16384, dtype=torch.bfloat16 if narrow else torch.float32, ignored=0.0, bias=True)
     x, weight, target, bias, _ = case.tensors()
     if situation == "half ignored":
-        target[:512] = -100
+        target[:128] = -100
     buffer = torch.zeros(weight.shape, dtype=weight.dtype)
     call = dict(bias=bias, weight_grad_buffer=buffer, **route)
     if narrow and schedule != "small":

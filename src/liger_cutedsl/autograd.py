@@ -32,7 +32,7 @@ from liger_cutedsl.schedules.schedule import Task
 from liger_cutedsl.shards import OtherShards
 from liger_cutedsl.split import WHOLE, Split
 from liger_cutedsl.upstream import History, history_of
-from liger_cutedsl.weight_grad_buffer import wholly_added
+from liger_cutedsl.weight_grad_buffer import added_once, wholly_added
 from liger_cutedsl.without_data import shapes_only
 
 
@@ -117,9 +117,8 @@ def _differentiated(ctx, upstream: NamedTuple) -> list[torch.Tensor | None]:
         state = ctx.state
         if not isinstance(state, KeptGradients):
             state = put_together(state, saved[len(TENSORS) + 1 :])
-        found = gradients_of(call, state, upstream)
-        if ctx.weight_grad_buffer is not None:
-            ctx.weight_grad_buffer.finished()
+        with added_once(ctx.weight_grad_buffer):
+            found = gradients_of(call, state, upstream)
         if ctx.history is not None:
             ctx.history.note(ctx.valid, upstream[0])
     return without_second_derivative(found, *upstream, origin)

@@ -69,7 +69,7 @@ class WeightGradBuffer:
         """
         if not has_memory(self.tensor):
             raise RuntimeError(f"{self.name}'s memory went away between forward and backward: its storage is empty")
-        if self._any and not _same(self._upstream, upstream):
+        if self.holds_a_part and not _same(self._upstream, upstream):
             raise RuntimeError(
                 f"{self.name} holds a part of the gradient of a backward that failed, and this one has another "
                 f"upstream gradient: zero it, and begin the accumulation again"
@@ -102,7 +102,8 @@ class WeightGradBuffer:
         self._rows, self._selected, self._upstream = 0, False, upstream
 
     @property
-    def _any(self) -> bool:
+    def holds_a_part(self) -> bool:
+        """Of a backward that did not come to its end."""
         return self._rows > 0 or self._selected
 
 
@@ -128,6 +129,23 @@ def wholly_added(buffer: WeightGradBuffer | None):
             f"{buffer.name} holds a part of the gradient of a forward that failed ({type(error).__name__}: {error}): "
             f"zero it, and begin the accumulation again. schedule='recompute' adds nothing before backward"
         ) from error
+
+
+@contextlib.contextmanager
+def added_once(buffer: WeightGradBuffer | None):
+    """A backward that adds to a buffer. Where it fails half-way, that is said: by another forward all would be added on
+    top of it."""
+    try:
+        yield
+    except BaseException:
+        if buffer is not None and buffer.holds_a_part:
+            warn_user(
+                f"{buffer.name} holds a part of the gradient of a backward that failed: the same backward, called "
+                f"again, adds the rest; for anything else zero it, and begin the accumulation again"
+            )
+        raise
+    if buffer is not None:
+        buffer.finished()
 
 
 def warn_unless_used(owner: object, buffer: WeightGradBuffer) -> weakref.finalize:
