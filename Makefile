@@ -1,11 +1,14 @@
-# make demo: train a small Llama through the fused loss   make test: all tests   make lint: ruff
+# `make help` lists what there is.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find src setup.py pyproject.toml constraints-dev.txt -type f -not -path '*/__pycache__/*' -not -path '*.egg-info/*')
 
-.PHONY: demo test lint clean
+.PHONY: help demo check test lint report clean
 .DEFAULT_GOAL := test
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/.dependencies: pyproject.toml constraints-dev.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -18,16 +21,22 @@ $(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
 	$(BIN)/python -m pip install -q --no-deps --force-reinstall .
 	touch $@
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.installed ## train a small Llama through the fused loss, next to plain PyTorch
 	$(BIN)/python examples/finetune_tiny_llama.py
 
+check: $(VENV)/.installed ## run a small call on this machine and say which class answered
+	$(BIN)/python -m liger_cutedsl --check
+
 # Two files at a time; a process each does with one thread.
-test: $(VENV)/.installed
+test: lint $(VENV)/.installed ## ruff, then all tests that need no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-lint: $(VENV)/.dependencies
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+lint: $(VENV)/.dependencies ## ruff: rules and format
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
 
-clean:
+report: $(VENV)/.installed ## write README's table, docs/figures.md and the plots from benchmark/results
+	$(BIN)/python -m benchmark report
+
+clean: ## remove the environment and what was built
 	rm -rf $(VENV) build dist src/*.egg-info

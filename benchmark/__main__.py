@@ -2,7 +2,7 @@
 
 python -m benchmark                 every sweep, into benchmark/results/<gpu>.json; resumes where it stopped
 python -m benchmark --quick         one shape, under two minutes        --cpu    the harness without a GPU
-python -m benchmark report          writes README's tables and the plots from the committed results
+python -m benchmark report          writes README's table, docs/figures.md and the plots from the committed results
 python -m benchmark steps           whole training steps of Hugging Face models    (--model NAME, --cpu, --out)
 python -m benchmark roofline        predicted times, checked against the measured ones
 """

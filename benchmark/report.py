@@ -1,35 +1,19 @@
-"""README's tables and the plots, from the committed JSON lines."""
+"""README's one table, all tables of docs/figures.md and the plots, from the committed JSON lines."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from benchmark import roofline
+from benchmark import plots, roofline
 from benchmark.measure import Shape
-from benchmark.records import H200, RESULTS, X2, read
+from benchmark.names import NAMES
+from benchmark.records import H200, PER_TOKEN, RESULTS, ROW_LOSS, X2, read
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
-NAMES = {
-    "floor": "cuBLAS GEMMs alone, no loss (floor)",
-    "single_pass": "**liger-cutedsl, default**",
-    "single_pass-288": "**liger-cutedsl, workspace 288 MiB**",
-    "single_pass-all": "**liger-cutedsl, every option on**",
-    "single_pass-half": "**liger-cutedsl, half of the targets ignored**",
-    "recompute": "**liger-cutedsl, `recompute`**",
-    "recompute-all": "**liger-cutedsl, `recompute`, every option on**",
-    "recompute-half": "**liger-cutedsl, `recompute`, half ignored**",
-    "liger-triton": "Liger-Kernel, Triton",
-    "liger-cute-sm90": "Liger-Kernel, CuTe SM90",
-    "quack-base": "quack, base",
-    "quack-exp-2048": "quack, scaled-exp, chunk 2048",
-    "cce": "Cut Cross Entropy",
-    "cce-exact": "Cut Cross Entropy, exact",
-    "torch": "PyTorch, logits stored",
-    "torch-compile": "the same under torch.compile",
-    "torch-linear-ce": "torch.nn.functional.linear_cross_entropy",
-}
+README, FIGURES = ROOT / "README.md", ROOT / "docs" / "figures.md"
+# Of README's table: the default, the lean schedule, and what people use instead.
+HEADLINE = ("single_pass", "recompute", "liger-triton", "quack-base", "cce", "torch")
 
 
 def text_table(rows: list[dict]) -> str:
@@ -53,22 +37,40 @@ def _markdown(header, body) -> str:
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in body])
 
 
-def reference_table(rows: list[dict]) -> str:
+def headline_table(rows: list[dict]) -> str:
+    """What a reader wants first: time, memory beyond what there is anyway, and the gradient's error."""
+    found, errors = _of(rows, "reference", "forward + backward"), _errors(rows, "std 5")
+    times = {r["implementation"]: r for r in found}
+    body = [(NAMES["floor"], f"{times['floor']['ms']:.1f}", "1", "–", "–")]
+    for name in HEADLINE:
+        row, ratio = times[name], f"{times[name]['to_floor']:.2f}"
+        extra = f"{plots.extra_mb(found, row):.0f}"
+        body.append((NAMES[name], f"{row['ms']:.1f}", ratio, extra, f"{errors[name]:.1e}"))
+    return _markdown(
+        ("forward + backward", "ms", "to the floor", "MB beyond inputs and gradients", "error of dX"), body
+    )
+
+
+def _errors(rows: list[dict], distribution: str) -> dict[str, float]:
+    found = (r for r in rows if r["kind"] == "accuracy" and r["distribution"] == distribution and not r["skipped"])
+    return {r["implementation"]: r["dx"] for r in found}
+
+
+def whole_table(rows: list[dict], sweep: str, label: str) -> str:
+    """All that was measured of one shape, a row an implementation."""
     body = []
-    for r in _of(rows, "reference", "forward + backward"):
+    for r in _of(rows, sweep, label):
         if r["ms"] is not None:
             spread = f"{r['ms']:.1f} ({r['least_ms']:.1f} to {r['greatest_ms']:.1f})"
             body.append((NAMES[r["implementation"]], spread, f"{r['to_floor']:.3f}", f"{r['peak_mb']:.0f}"))
-    return _markdown(("forward + backward", "ms, median (range)", "to the floor", "peak MB"), body)
+    return _markdown((label, "ms, median (range)", "to the floor", "peak MB"), body)
 
 
 def accuracy_table(rows: list[dict]) -> str:
-    found = [r for r in rows if r["kind"] == "accuracy"]
-    names = list(dict.fromkeys(r["implementation"] for r in found if not r["skipped"]))
-    body = []
-    for distribution in dict.fromkeys(r["distribution"] for r in found):
-        errors = {r["implementation"]: r for r in found if r["distribution"] == distribution}
-        body.append((distribution, *(f"{errors[n]['dx']:.1e}" for n in names)))
+    distributions = dict.fromkeys(r["distribution"] for r in rows if r["kind"] == "accuracy")
+    errors = {distribution: _errors(rows, distribution) for distribution in distributions}
+    names = list(dict.fromkeys(name for found in errors.values() for name in found))
+    body = [(d, *(f"{found[n]:.1e}" for n in names)) for d, found in errors.items()]
     return _markdown(("logits", *(NAMES[n] for n in names)), body)
 
 
@@ -77,15 +79,27 @@ def _common(implementation: str) -> str:
     return implementation.removesuffix("-softcap")
 
 
-def matrix_table(rows: list[dict], sweep: str, without: str = "") -> str:
-    """One row a label, one column an implementation, milliseconds."""
+def _ms(rows: list[dict], row: dict) -> str:
+    return f"{row['ms']:.1f}"
+
+
+def _extra(rows: list[dict], row: dict) -> str:
+    return f"{plots.extra_mb(rows, row):.0f}"
+
+
+def _peak(rows: list[dict], row: dict) -> str:
+    return f"{row['peak_mb']:.0f}"
+
+
+def matrix_table(rows: list[dict], sweep: str, without: str = "", unit: str = "ms", value=_ms) -> str:
+    """One row a label, one column an implementation, of each its latest measurement."""
     found = [r for r in _of(rows, sweep) if r["ms"] is not None and r["label"] != without]
     names = list(dict.fromkeys(_common(r["implementation"]) for r in found))
     body = []
     for label in dict.fromkeys(r["label"] for r in found):
-        times = {_common(r["implementation"]): f"{r['ms']:.1f}" for r in found if r["label"] == label}
-        body.append((label, *(times.get(n, "–") for n in names)))
-    return _markdown(("ms", *(NAMES[n] for n in names)), body)
+        values = {_common(r["implementation"]): value(found, r) for r in found if r["label"] == label}
+        body.append((label, *(values.get(n, "–") for n in names)))
+    return _markdown((unit, *(NAMES[n] for n in names)), body)
 
 
 def options_table(rows: list[dict]) -> str:
@@ -144,114 +158,53 @@ def environment_line(rows: list[dict]) -> str:
 
 
 def sections(rows: list[dict]) -> dict[str, str]:
-    """Marker name → what README shows between its markers."""
+    """Marker name → what docs/figures.md shows between its markers."""
+    extra, tokens, loss = {"unit": "MB", "value": _extra}, read(PER_TOKEN), read(ROW_LOSS)
+    first, small = dict.fromkeys(r["label"] for r in loss if r["kind"] == "time")
     return {
         "environment": environment_line(rows),
-        "reference": reference_table(rows),
+        "reference": whole_table(rows, "reference", "forward + backward"),
         "accuracy": accuracy_table(rows),
         "spread": spread_line(rows),
         "cases": matrix_table(rows, "reference", without="forward + backward"),
         "models": matrix_table(rows, "models"),
+        "models-memory": matrix_table(rows, "models", **extra),
         "tokens": matrix_table(rows, "tokens"),
+        "tokens-memory": matrix_table(rows, "tokens", **extra),
+        "vocabulary": matrix_table(rows, "vocabulary"),
+        "vocabulary-memory": matrix_table(rows, "vocabulary", **extra),
         "ignored": matrix_table(rows, "ignored"),
         "options": options_table(rows),
+        "dtypes": matrix_table(rows, "dtypes"),
+        "per-token": matrix_table(tokens, "per token"),
+        "per-token-memory": matrix_table(tokens, "per token", unit="peak MB", value=_peak),
+        "row-loss": whole_table(loss, "row loss", first),
+        "row-loss-small": whole_table(loss, "row loss", small),
         "split": split_table(read(X2)),
     }
 
 
-def filled(readme: str, rows: list[dict]) -> str:
-    """README with its tables replaced. Raises ValueError for a marker that is missing."""
-    for name, text in sections(rows).items():
-        pattern = rf"(<!-- {name}: .*?-->\n).*?(<!-- end {name} -->)"
-        readme, count = re.subn(pattern, lambda m, text=text: m[1] + text + "\n" + m[2], readme, flags=re.DOTALL)
+def documents(rows: list[dict]) -> dict[Path, str]:
+    """Each document that shows results, as it should read."""
+    wanted = {README: {"headline": headline_table(rows)}, FIGURES: sections(rows)}
+    return {path: filled(path.read_text(), found, path.name) for path, found in wanted.items()}
+
+
+def filled(document: str, found: dict[str, str], name: str) -> str:
+    """A document with what stands between its markers replaced. Raises ValueError for markers that are missing."""
+    for marker, text in found.items():
+        pattern = rf"(<!-- {marker}: .*?-->\n).*?(<!-- end {marker} -->)"
+        document, count = re.subn(pattern, lambda m, text=text: m[1] + text + "\n" + m[2], document, flags=re.DOTALL)
         if count != 1:
-            raise ValueError(f"README.md needs one pair of markers for {name!r}, it has {count}")
-    return readme
-
-
-def plots(rows: list[dict], folder: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    for sweep, axis in (("vocabulary", "vocab"), ("tokens", "tokens")):
-        label = {"vocab": "vocabulary V", "tokens": "tokens N"}[axis]
-        figure, (times, ratios) = plt.subplots(1, 2, figsize=(11, 4.5))
-        for ax, value, unit, scale in ((times, "ms", "ms", "log"), (ratios, "to_floor", "time / floor", "linear")):
-            _lines(ax, _of(rows, sweep), axis, value)
-            ax.set(xlabel=label, ylabel=unit, xscale="log", yscale=scale)
-        ratios.set_ylim(0.95, 2.0)
-        times.legend(fontsize=7)
-        times.set_title("time of forward + backward, bf16, H=4096")
-        ratios.set_title("the same, to the floor (what is above 2 is off the plot)")
-        _save(figure, plt, folder / f"{sweep}-ms.png")
-        figure, ax = plt.subplots(figsize=(7, 4.5))
-        _lines(ax, _of(rows, sweep), axis, "peak_mb")
-        ax.set(xlabel=label, ylabel="MB", xscale="log", yscale="log")
-        ax.legend(fontsize=7)
-        ax.set_title("peak memory of forward + backward, bf16, H=4096")
-        _save(figure, plt, folder / f"{sweep}-peak.png")
-    _frontier(rows, folder, plt)
-
-
-def _lines(ax, rows: list[dict], axis: str, value: str) -> None:
-    """One line an implementation, ours thicker and the floor dashed."""
-    found = [r for r in rows if r[value] is not None]
-    for name in dict.fromkeys(r["implementation"] for r in found):
-        points = sorted((r[axis], r[value]) for r in found if r["implementation"] == name)
-        ours = name in ("single_pass", "recompute")
-        style = dict(linewidth=2.5) if ours else dict(linewidth=1, linestyle="--" if name == "floor" else "-")
-        ax.plot(*zip(*points, strict=True), marker="o", markersize=4, label=_plain(name), **style)
-    ax.grid(alpha=0.3, which="both")
-
-
-def _save(figure, plt, path: Path) -> None:
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-# Where a point's name stands, in points from it, where the usual place is taken.
-_PLACES = {
-    "liger-cute-sm90": (8, 8),
-    "torch-compile": (-28, -16),
-    "quack-exp-2048": (8, -12),
-    "single_pass-288": (6, -12),
-}
-
-
-def _frontier(rows, folder, plt) -> None:
-    errors = {
-        r["implementation"]: r["dx"]
-        for r in rows
-        if r["kind"] == "accuracy" and r["distribution"] == "std 5" and not r["skipped"]
-    }
-    figure, ax = plt.subplots(figsize=(8, 5))
-    for r in _of(rows, "reference", "forward + backward"):
-        name = r["implementation"]
-        if r["ms"] is None or name.endswith(("-all", "-half")) or name == "floor":
-            continue
-        error = errors.get(name.removesuffix("-288"))
-        size = 40 if error is None else 40 + 25000 * error
-        label = _plain(name) + (f", error {error:.1e}" if error else "")
-        ax.scatter(r["ms"], r["peak_mb"], s=size, alpha=0.6, label=label)
-        place = _PLACES.get(name, (6, 6))
-        ax.annotate(name, (r["ms"], r["peak_mb"]), fontsize=7, xytext=place, textcoords="offset points")
-    ax.set(xlabel="ms", ylabel="peak MB", yscale="log")
-    ax.set_title("time, memory and gradient error (area: logits of std 5), reference shape", fontsize=10)
-    ax.legend(fontsize=6, markerscale=0.4)
-    ax.grid(alpha=0.3, which="both")
-    _save(figure, plt, folder / "frontier.png")
-
-
-def _plain(name: str) -> str:
-    return NAMES[name].replace("*", "").replace("`", "")
+            raise ValueError(f"{name} needs one pair of markers for {marker!r}, it has {count}")
+    return document
 
 
 def main() -> int:
     rows = read(H200)
-    README.write_text(filled(README.read_text(), rows))
-    plots(rows, RESULTS)
-    print(f"wrote {README.name} and the plots in {RESULTS.relative_to(ROOT)}")
+    for path, text in documents(rows).items():
+        path.write_text(text)
+        print(f"wrote {path.relative_to(ROOT)}")
+    for path in plots.draw(rows, RESULTS):
+        print(f"wrote {path.relative_to(ROOT)}")
     return 0

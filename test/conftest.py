@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import liger_cutedsl
+from liger_cutedsl import gemm
+from liger_cutedsl.engines import architectures
 
 sys.path.insert(0, str(Path(__file__).parent))  # reference.py, for the tests
 
@@ -85,3 +87,13 @@ def _plain_environment(monkeypatch):
     """Tests decide their route themselves."""
     for name in ("ENGINE", "SCHEDULE", "WORKSPACE_MB"):
         monkeypatch.delenv(f"LIGER_CUTEDSL_{name}", raising=False)
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """The CuTe engine as it plans on an H200, which need not be there."""
+    cute_engine = pytest.importorskip("liger_cutedsl.engines.cute_engine")
+    monkeypatch.setattr(cute_engine, "architecture_of", lambda _: architectures.of((9, 0)))
+    monkeypatch.setattr(cute_engine, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(gemm, "multiprocessors", lambda _: 132)
+    return cute_engine.CuteEngine()

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from liger_cutedsl import LossOptions, fused_linear_cross_entropy
+from liger_cutedsl.call import Problem
+from liger_cutedsl.compat import FakeTensorMode
 
 EVERY_OPTION = dict(
     softcap=10.0,
@@ -214,3 +216,15 @@ def check_predictions(output, expected, logits, dtype):
     best, chosen = (logits.gather(1, i.clamp(min=0)[:, None]) for i in (expected["predicted_tokens"], predicted))
     resolution = 1e-12 if dtype == torch.float64 else 1e-5
     assert (best - chosen).abs().max() <= resolution * logits.abs().max()
+
+
+def on_a_gpu(tokens, hidden, vocab, dtype, case, wanted=(True, True)) -> Problem:
+    """A problem of tensors that are nowhere."""
+    with FakeTensorMode():
+        x, weight = (torch.empty(n, hidden, dtype=dtype, device="cuda") for n in (tokens, vocab))
+        bias = torch.empty(vocab, dtype=dtype, device="cuda") if case.get("bias") else None
+        target = torch.empty(tokens, dtype=torch.int64, device="cuda")
+    for leaf, wants in ((x, wanted[0]), (weight, wanted[1]), (bias, wanted[1])):
+        if leaf is not None:
+            leaf.requires_grad_(wants)
+    return Problem(x, weight, target, bias, options=LossOptions(**case.get("options", {})), dense=True)

@@ -1,4 +1,4 @@
-"""The benchmark: its harness on a CPU, its JSON, and that README shows what the committed JSON says."""
+"""The benchmark: its harness on a CPU, its JSON, and that README and docs/figures.md show what it says."""
 
 import contextlib
 import json
@@ -13,10 +13,11 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmark import report, roofline  # noqa: E402
+from benchmark import plots, report, roofline  # noqa: E402
 from benchmark.__main__ import main  # noqa: E402
 from benchmark.measure import relative_error  # noqa: E402
-from benchmark.records import H200, X2, read  # noqa: E402
+from benchmark.names import NAMES  # noqa: E402
+from benchmark.records import H200, RESULTS, X2, read  # noqa: E402
 from benchmark.sweeps import REFERENCE  # noqa: E402
 
 measured = pytest.mark.skipif(not H200.exists(), reason="no committed results")
@@ -113,9 +114,52 @@ def test_an_experiments_step_runs_within_the_schedule(monkeypatch, name):
 
 
 @measured
-def test_readme_shows_the_committed_results():
-    readme = report.README.read_text()
-    assert report.filled(readme, read(H200)) == readme, "run `python -m benchmark report`"
+def test_documents_show_the_committed_results():
+    for path, text in report.documents(read(H200)).items():
+        assert text == path.read_text(), f"{path.name}: run `python -m benchmark report`"
+
+
+@measured
+def test_a_changed_result_changes_the_documents():
+    rows = read(H200)
+    shown = report.documents(rows)
+    for row in rows:
+        if (row.get("sweep"), row.get("label"), row.get("implementation")) == (
+            "reference",
+            "forward + backward",
+            "single_pass",
+        ):
+            row["ms"] = 99.9
+    changed = report.documents(rows)
+    assert all("99.9" in changed[path] and changed[path] != shown[path] for path in (report.README, report.FIGURES))
+
+
+@measured
+def test_every_result_that_was_measured_is_shown():
+    """Each sweep of each file by its labels, and every implementation by its name."""
+    figures = report.FIGURES.read_text()
+    for path in sorted(RESULTS.glob("*.json")):
+        for row in (r for r in read(path) if r["kind"] == "time" and r["ms"] is not None and r["sweep"] != "repeat"):
+            name = row["implementation"].removesuffix("-softcap")
+            assert row["label"] in figures, (path.name, row["label"])
+            option = row["sweep"] == "options" and "-" in name
+            assert option or NAMES[name] in figures, (path.name, name)
+
+
+@measured
+def test_plots_are_drawn_of_the_committed_results(tmp_path):
+    pytest.importorskip("matplotlib")
+    drawn = plots.draw(read(H200), tmp_path)
+    assert sorted(path.name for path in drawn) == sorted(path.name for path in RESULTS.glob("*.png"))
+    assert all(path.stat().st_size > 10_000 for path in drawn)
+
+
+def test_memory_beyond_inputs_and_gradients_is_above_the_floors():
+    def row(name, peak, label="a"):
+        return {"sweep": "s", "label": label, "implementation": name, "peak_mb": peak}
+
+    rows = [row("floor", 10.0), row("torch", 35.0), row("floor", 20.0, "b"), row("torch", 50.0, "b")]
+    assert [plots.extra_mb(rows, r) for r in rows] == [0.0, 25.0, 0.0, 30.0]
 
 
 @measured
@@ -147,9 +191,8 @@ def test_roofline_orders_the_schedules():
 
 
 def test_missing_markers_are_reported():
-    rows = [{"kind": "environment", "versions": {}, "command": ""}]
-    with pytest.raises(ValueError, match="markers for 'environment'"):
-        report.filled("no markers", rows)
+    with pytest.raises(ValueError, match=r"x\.md needs one pair of markers for 'environment', it has 0"):
+        report.filled("no markers", {"environment": "text"}, "x.md")
 
 
 @measured

@@ -30,6 +30,14 @@ def test_grpo():
 
 
 @pytest.mark.slow
+def test_hugging_faces_trainer():
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    step, loss = last_line("hf_trainer.py").split(", loss ")
+    assert step == "step 12" and float(loss) < 7.0  # it starts at log 2000 = 7.6
+
+
+@pytest.mark.slow
 def test_verls_head():
     assert last_line("verl_ppo_head.py").startswith("step 4: loss -0.")
 

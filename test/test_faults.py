@@ -234,7 +234,7 @@ def compile_once(folder, count=1):
 
 @pytest.mark.slow
 def test_processes_that_start_at_once_share_the_cache_and_a_corrupt_kernel_is_compiled_again(tmp_path):
-    for output, status in compile_once(tmp_path, count=3):
+    for output, status in compile_once(tmp_path, count=2):
         assert status == 0 and "done" in output, output[-2000:]
     (kernel,) = tmp_path.rglob("*.o")
     whole = kernel.read_bytes()

@@ -4,14 +4,12 @@ import pytest
 import torch
 
 import liger_cutedsl
-from liger_cutedsl import LossOptions, fused_linear_cross_entropy, gemm
-from liger_cutedsl.call import Problem, WantedGradients
-from liger_cutedsl.compat import FakeTensorMode
-from liger_cutedsl.engines import architectures
+from liger_cutedsl import fused_linear_cross_entropy
+from liger_cutedsl.call import WantedGradients
 from liger_cutedsl.route import Settings
 from liger_cutedsl.schedules import footprint, single_pass
 from liger_cutedsl.schedules.schedule import Task
-from reference import EVERY_OPTION, Case
+from reference import EVERY_OPTION, Case, on_a_gpu
 from test_autograd import peak_bytes
 
 MIB = 2**20
@@ -158,28 +156,6 @@ COUNTED = {
     "recompute, half ignored": (2048, torch.bfloat16, {}, "all", (12672, 21696), 94.9),
     "recompute, all kept": (4096, torch.bfloat16, SITUATIONS["bias"][0], "all", (12672, 65536), 565.9),
 }
-
-
-@pytest.fixture
-def h200(monkeypatch):
-    """The CuTe engine as it plans on an H200, which need not be there."""
-    cute_engine = pytest.importorskip("liger_cutedsl.engines.cute_engine")
-    monkeypatch.setattr(cute_engine, "architecture_of", lambda _: architectures.of((9, 0)))
-    monkeypatch.setattr(cute_engine, "multiprocessors", lambda _: 132)
-    monkeypatch.setattr(gemm, "multiprocessors", lambda _: 132)
-    return cute_engine.CuteEngine()
-
-
-def on_a_gpu(tokens, hidden, vocab, dtype, case, wanted=(True, True)) -> Problem:
-    """A problem of tensors that are nowhere."""
-    with FakeTensorMode():
-        x, weight = (torch.empty(n, hidden, dtype=dtype, device="cuda") for n in (tokens, vocab))
-        bias = torch.empty(vocab, dtype=dtype, device="cuda") if case.get("bias") else None
-        target = torch.empty(tokens, dtype=torch.int64, device="cuda")
-    for leaf, wants in ((x, wanted[0]), (weight, wanted[1]), (bias, wanted[1])):
-        if leaf is not None:
-            leaf.requires_grad_(wants)
-    return Problem(x, weight, target, bias, options=LossOptions(**case.get("options", {})), dense=True)
 
 
 @pytest.mark.parametrize("name", COUNTED)

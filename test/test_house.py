@@ -21,7 +21,7 @@ FOLDERS = {PACKAGE: ROOT / "src" / PACKAGE, "benchmark": ROOT / "benchmark"}
 LAYERS = """
 __main__
 (root)
-testing ahead_of_time
+testing ahead_of_time self_check
 kernel_variants
 liger.switch
 liger.operators liger.dispatch
@@ -34,7 +34,7 @@ torch_compile torch_compile_log_probs
 custom_ops
 dtensor
 autograd
-upstream row_tensors
+upstream row_tensors first_call
 derivatives
 routing
 schedules
@@ -307,16 +307,70 @@ def test_private_names_of_others_are_used_in_compat_alone():
     assert not wrong, "these belong into compat.py, and into its PRIVATE:\n" + "\n".join(wrong)
 
 
-def test_readme_shows_the_house_as_it_is():
-    """What README names is there, and in the order in which modules stand."""
-    readme = (ROOT / "README.md").read_text()
-    links = [link for link in re.findall(r"\]\(([^)#]+)", readme) if "://" not in link]
-    assert len(links) > 5 and not [link for link in links if not (ROOT / link).exists()]
-    rooms = re.findall(r"^\| (`.*`) \|", readme.partition("\n## The house\n")[2], re.MULTILINE)
-    floors = [[name.strip("`") for name in room.split(", ")] for room in rooms]
-    assert len(floors) > 8 and not [n for floor in floors for n in floor if not (FOLDERS[PACKAGE] / n).exists()]
-    heights = [line_of(name.removesuffix(".py").strip("/")) for floor in floors for name in floor]
+DESIGN = ROOT / "docs" / "design.md"
+
+
+def section(title: str) -> str:
+    """A section of docs/design.md."""
+    return DESIGN.read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def first_column(title: str) -> list[list[str]]:
+    """The names in the first column of a section's table, a list a row."""
+    rows = re.findall(r"^\| (`.*?`) \|", section(title), re.MULTILINE)
+    return [re.findall(r"`([^`]+)`", row) for row in rows]
+
+
+def test_the_design_shows_every_room_in_its_place():
+    """Each module stands there, or its folder does, in the order of LAYERS."""
+    rooms = [name for row in first_column("A line a room") for name in row]
+    modules = [name.removesuffix(".py").strip("/").replace("__init__", "(root)") for name in rooms]
+    assert not [name for name in rooms if not (FOLDERS[PACKAGE] / name).exists()]
+    heights = [line_of(module) for module in modules]
     assert heights == sorted(heights)
+    missing = [m for m in sources(PACKAGE) if m not in modules and m.partition(".")[0] not in modules]
+    assert not missing, f"{', '.join(missing)}: a line in docs/design.md, which says what it is for"
+
+
+def test_the_glossary_names_classes_that_are_there():
+    names = [name for row in first_column("Glossary") for name in row]
+    assert len(names) > 20
+    wrong = []
+    for name in names:
+        module, _, kind = name.rpartition(".")
+        source = sources(PACKAGE).get(module, "")
+        if not re.search(rf"^class {kind}\b", source, re.MULTILINE):
+            wrong.append(name)
+    assert not wrong
+
+
+EMPTY = ("{}", "[]", "set()", "weakref.WeakSet()", "weakref.WeakKeyDictionary()", "weakref.WeakValueDictionary()")
+
+
+def process_wide(source: str) -> set[str]:
+    """Names, or Class.name, that calls change: what a function of the module declares global, and empty containers."""
+    tree, found = ast.parse(source), set()
+    found.update(name for node, _ in walk(tree) if isinstance(node, ast.Global) for name in node.names)
+    owners = [("", tree), *((f"{n.name}.", n) for n in tree.body if isinstance(n, ast.ClassDef))]
+    for prefix, owner in owners:
+        for node in owner.body:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value and ast.unparse(node.value) in EMPTY:
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                found.add(prefix + ast.unparse(target))
+    return found
+
+
+def test_the_design_lists_all_process_wide_state():
+    listed = {name for row in first_column("Process-wide state") for name in row}
+    assert listed == {
+        f"{module}.{name}" for module, source in sources(PACKAGE).items() for name in process_wide(source)
+    }
+
+
+def test_process_wide_state_is_seen():
+    source = "a: dict = {}\nb = set()\nc = []\nd = 1\nE = (1,)\ndef f():\n    global d\n    g = {}\n"
+    assert process_wide(source) == {"a", "b", "c", "d"}
+    assert process_wide("class A:\n    b: ClassVar = weakref.WeakSet()\n    c: int = 1\n    d: dict\n") == {"A.b"}
 
 
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=" ".join)

@@ -14,6 +14,7 @@ from liger_cutedsl import (
     fused_linear_cross_entropy,
     fused_linear_log_probs,
     routing,
+    testing,
     torch_compile_log_probs,
 )
 from liger_cutedsl.call import Problem, WantedGradients
@@ -312,6 +313,7 @@ def test_a_wide_weight_is_cast_in_parts(monkeypatch, workspace_mb):
 def test_calls_that_wait_for_their_backward_keep_vectors():
     """Of three calls whose backward comes later, the first keeps its exponentials; another after them does again."""
     x, weight, target, _, _ = Case(tokens=2000, hidden=64, vocab=1000, dtype=torch.bfloat16).tensors()
+    testing.reset()  # a graph that an earlier test made with backward(create_graph=True) is never freed, and waits
 
     def kept():
         problem = Problem(x, weight, target, options=LogProbOptions(), dense=True)

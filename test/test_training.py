@@ -79,7 +79,8 @@ def test_the_oldest_transformers_that_liger_accepts(stacks, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     printed = run_worker("trainer", "gemma2", "lora_frozen_head", "amp_fp16", path=tmp_path)
     assert printed.count("ok ") == 4
-    tests = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", WORKER.parent / "test_liger.py"]
+    # those that a version of transformers has to do with
+    tests = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", WORKER.parent / "test_liger.py", "-k", "patched"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(tests, env=environment, capture_output=True, text=True, cwd=WORKER.parent)
     assert done.returncode == 0, done.stdout[-2000:]

@@ -74,7 +74,9 @@ def check(head, mesh, expected):
         for name, gradient in expected.items():
             assert error(found[name], gradient) <= BOUND, (head, shard.__name__, name)
     lost = gradients(alone, mesh)["lm_head.weight"]
-    assert error(lost, expected["lm_head.weight"]) > 0.1, f"{head}: the head alone is right now: say so in README"
+    assert error(lost, expected["lm_head.weight"]) > 0.1, (
+        f"{head}: the head alone is right now: say so in docs/recipes.md"
+    )
     return lost
 
 

@@ -1,4 +1,9 @@
-"""python -m liger_cutedsl: what runs on this machine, on which path, and why. With `compile`: build the kernels."""
+"""python -m liger_cutedsl: what runs on this machine, on which path, and why.
+
+python -m liger_cutedsl --check      runs a small call here, through Liger-Kernel's entrance too, and says who answered
+python -m liger_cutedsl --version    the version alone
+python -m liger_cutedsl compile      builds the kernels ahead of time
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from liger_cutedsl import ahead_of_time, explain, kernel_variants
+from liger_cutedsl import __version__, ahead_of_time, explain, kernel_variants, self_check
 from liger_cutedsl.compat import FakeTensorMode
 from liger_cutedsl.engines import architectures
 from liger_cutedsl.kernel_cache import chosen_folder, obstacle_of
@@ -144,7 +149,11 @@ def _registration() -> Path | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m liger_cutedsl", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m liger_cutedsl", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"liger-cutedsl {__version__}")
+    parser.add_argument("--check", action="store_true", help="run a small call; exit status 1 where one is wrong")
     commands = parser.add_subparsers(dest="command", metavar="compile")
     compiling = commands.add_parser("compile", help="compile the CuTe kernels; needs no GPU")
     compiling.add_argument("--arch", action="append", choices=architectures.TARGETS, help="may be given more than once")
@@ -154,8 +163,16 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     if chosen.command == "compile":
         return run_compile(chosen)
+    if chosen.check:
+        return run_check()
     report()
     return 0
+
+
+def run_check() -> int:
+    lines, right = self_check.check()
+    print(*lines, sep="\n")
+    return int(not right)
 
 
 def run_compile(chosen) -> int:

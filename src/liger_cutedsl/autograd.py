@@ -19,6 +19,7 @@ from liger_cutedsl.checkpointing import between_graphs, unseen_by_saved_tensor_h
 from liger_cutedsl.checks import check_tensors
 from liger_cutedsl.derivatives import refuse_batched_upstream, without_second_derivative
 from liger_cutedsl.engines import KernelFailure
+from liger_cutedsl.first_call import announce
 from liger_cutedsl.objective import flat, named
 from liger_cutedsl.readable import check_still_readable
 from liger_cutedsl.route import Route, Settings
@@ -177,6 +178,7 @@ def forward_of(call: Call):
     with wholly_added(call.whole.weight_grad_buffer):
         output, state = by_name(call.route.schedule).forward(call.engine, call.task, call.route)
         call.task.split.confirm(call.whole)
+        announce(call.route, call.whole, bool(call.task.wanted))
         return call.rows.spread_results(output, objectives.of(call.whole.options).FILLS), state
 
 

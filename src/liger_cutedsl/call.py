@@ -29,6 +29,18 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
+class Outline:
+    """What planning may know of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+
+@dataclass(frozen=True)
 class Problem:
     """x (N, H), weight (V, H), target (N,) of int64 or int32, bias (V,) or None, ce_weight (V,) or None.
 
@@ -89,6 +101,14 @@ class Problem:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those that are there, by name."""
         return {name: value for name in TENSORS if (value := getattr(self, name)) is not None}
+
+    def outline(self) -> Problem:
+        """What planning may know of it, hashable: Outlines for tensors; count and row_loss are there or not."""
+        there = ((name, t) for name, t in vars(self).items() if isinstance(t, torch.Tensor))
+        tensors = {name: Outline(t.shape, t.dtype, t.device) for name, t in there}
+        buffer = self.weight_grad_buffer and self.weight_grad_buffer.outline()
+        there = dict(count=self.count and True, row_loss=self.row_loss and True, weight_grad_buffer=buffer)
+        return replace(self, **tensors, **there)
 
     def of(self, rows: slice | torch.Tensor) -> Problem:
         """The same for some of the rows: a slice, or their indices."""

@@ -62,6 +62,10 @@ class Route:
         parts += [f"budget {self.budget}"] if self.budget else []
         return f"{', '.join(parts)}: {self.reason}"
 
+    def __repr__(self) -> str:
+        """For a notebook: the sentence, and not a dozen fields of which half are 0."""
+        return f"<Route {self}>"
+
 
 @dataclass(frozen=True)
 class Settings:

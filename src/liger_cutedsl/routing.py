@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
 from dataclasses import replace
 
 import torch
 
-from liger_cutedsl.call import Problem, WantedGradients
+from liger_cutedsl.call import Problem, WantedGradients, autocast_dtype
 from liger_cutedsl.engines import KernelFailure, architectures, make_engine
 from liger_cutedsl.epilogues import EXACT_INDICES
 from liger_cutedsl.options import LossOptions
 from liger_cutedsl.route import REPLACED, Route, Settings
 from liger_cutedsl.schedules import IN_ORDER_OF_PREFERENCE, liger_triton
+from liger_cutedsl.schedules.exponentials import Waiting
 from liger_cutedsl.schedules.footprint import budget, budget_in_words
 from liger_cutedsl.schedules.schedule import Task
 from liger_cutedsl.split import WHOLE, Split
@@ -33,20 +35,41 @@ def planned(task: Task, after_first_launch=None):
     """
     name, reason = _choose_engine(task)
     engine = make_engine(name, after_first_launch)
-    route = liger_triton.plan(engine, task, reason) if name == "triton" else _schedule(engine, task, reason)
+    route = liger_triton.plan(engine, task, reason) if name == "triton" else _known_plan(engine, task, reason)
     if route.engine != name:  # another stands in for it (testing.py)
         route = replace(route, engine=name)
-    if engine is not None:
-        route = replace(route, budget=budget_in_words(engine, task))
     if name != "cute" and task.problem.device.type == "cuda" and task.problem.tokens and task.local.vocab:
         route = replace(route, fallback=True)
     return engine, route
 
 
+_plans: dict[tuple, Route] = {}
+MOST_PLANS = 1024  # of some hundred bytes each
+
+
+def _known_plan(engine, task: Task, reason: str) -> Route:
+    """What _schedule makes of a task, once for all of the same outline: it takes a third of a small call's host time.
+
+    Planned from the outline itself, so that nothing can enter a plan that is not in its key; but for a vocabulary over
+    ranks, whose split knows more.
+    """
+    if task.split is not WHOLE or not isinstance(task.problem.tokens, int):  # a SymInt
+        return _schedule(engine, task, reason)
+    task = replace(task, problem=task.problem.outline(), expected_upstream=None)
+    device, tiles = task.problem.device, os.environ.get(architectures.TILES_VARIABLE)
+    key = engine.name, task, reason, autocast_dtype(device), Waiting.on(device), tiles
+    route = _plans.get(key)
+    if route is None:
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        route = _plans[key] = _schedule(engine, task, reason)
+    return route
+
+
 def _schedule(engine, task: Task, reason: str) -> Route:
     """What the first schedule makes of a task that can run it within the budget, or the last one in any case."""
     *preferred, last = IN_ORDER_OF_PREFERENCE
-    settings, obstacle = task.settings, None
+    settings, obstacle, allowed = task.settings, None, budget_in_words(engine, task)
     if task.wanted and task.problem.tokens:  # other calls store nothing, whatever the schedule
         for schedule in preferred:
             forced = settings.schedule == schedule.NAME
@@ -61,12 +84,12 @@ def _schedule(engine, task: Task, reason: str) -> Route:
             if not obstacle:
                 route = schedule.plan(engine, task, reason)
                 if forced or _fits(route, engine, task):
-                    return route
+                    return replace(route, budget=allowed)
                 obstacle = f"a chunk does not fit {round(budget(engine, task) / 2**20, 3):g} MiB"
     route = last.plan(engine, task, f"{reason}; {obstacle}" if obstacle else reason)
     if settings.source != REPLACED and not _fits(route, engine, task):
         _warn_about_budget(route, task, budget(engine, task) / 2**20)
-    return route
+    return replace(route, budget=allowed)
 
 
 def _fits(route: Route, engine, task: Task) -> bool:

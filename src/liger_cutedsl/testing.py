@@ -18,10 +18,11 @@ from unittest import mock
 
 import torch
 
-from liger_cutedsl import engines, routing, row_check, rows, shards, upstream
+from liger_cutedsl import engines, first_call, routing, row_check, rows, shards, upstream
 from liger_cutedsl.compat import in_backward
 from liger_cutedsl.engines import KernelFailure
 from liger_cutedsl.liger import drop_in
+from liger_cutedsl.schedules.exponentials import Waiting
 
 PLANTED = "a CuTe kernel could not be compiled or launched (planted)"
 PLACES = ("forward", "backward", "any")
@@ -33,15 +34,18 @@ def kernel_failure() -> str | None:
 
 
 def reset() -> None:
-    """Forgets what this process remembers of earlier calls: a kernel that failed, the warnings that were given, whether
-    rows were dropped, what backward was given, which row losses were checked, and how the ranks of a group share a
-    vocabulary (on all of them, or they disagree)."""
+    """Forgets what this process remembers of earlier calls: a kernel that failed, what was warned about and logged,
+    whether rows were dropped, what backward was given, which calls wait for theirs, which row losses were checked, and
+    how the ranks of a group share a vocabulary (on all of them, or they disagree)."""
     routing._kernel_failure, routing._warned = None, False
     routing._small_budgets.clear()
+    first_call.forget()
+    routing._plans.clear()
     drop_in.forget_notes()
     row_check.forget()
     rows.TargetCheck._dropped_last_time.clear()
     upstream._histories.clear()
+    Waiting.forget()
     shards._known_shards.clear()
 
 

@@ -9,11 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from dataclasses import dataclass
 
 import torch
 
+from liger_cutedsl.compat import has_saved_tensor_hooks
 from liger_cutedsl.readable import has_memory
 from liger_cutedsl.user_warnings import warn_user
+
+
+@dataclass(frozen=True)
+class BufferOutline:
+    """What planning may know of a buffer: its name, and why nothing may be added to it before backward, or None."""
+
+    name: str
+    not_in_forward: str | None
 
 
 class WeightGradBuffer:
@@ -57,6 +67,24 @@ class WeightGradBuffer:
                 "parameter itself, or weight_grad_buffer="
             )
         return cls(weight.main_grad, "weight.main_grad", weight if hasattr(weight, "grad_added_to_main_grad") else None)
+
+    @property
+    def not_in_forward(self) -> str | None:
+        """Why this call must not add before backward, where it was asked to."""
+        if has_saved_tensor_hooks():
+            return (
+                "would get its gradient twice where forward runs twice, and saved-tensor hooks are active, as "
+                "activation checkpointing has them"
+            )
+        if isinstance(self.tensor, torch.Tensor) and self.tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            return (
+                "gets its gradient in forward then, and whether that is all of it is read in backward, not in a CUDA "
+                "graph"
+            )
+        return None
+
+    def outline(self) -> BufferOutline:
+        return BufferOutline(self.name, self.not_in_forward)
 
     def over(self, tensor: torch.Tensor) -> WeightGradBuffer:
         """The same for this rank's part of it."""

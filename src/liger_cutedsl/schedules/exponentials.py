@@ -39,6 +39,11 @@ class Waiting:
         self._all.discard(self)
 
     @classmethod
+    def forget(cls) -> None:
+        """As if none waited."""
+        cls._all.clear()
+
+    @classmethod
     def on(cls, device: torch.device) -> tuple[int, bool]:
         """(bytes, whether some lie where a dW will be) of all that wait on a device."""
         those = [waiting for waiting in cls._all if waiting.device == device]

@@ -24,7 +24,6 @@ import torch
 
 from liger_cutedsl import gemm, objectives
 from liger_cutedsl.call import Gradients, Problem, WantedGradients
-from liger_cutedsl.compat import has_saved_tensor_hooks
 from liger_cutedsl.cross_entropy import LossOutput
 from liger_cutedsl.gemm import matmul
 from liger_cutedsl.objective import RowCoefficients, RowWeights, dz_unit, row_weights
@@ -87,16 +86,7 @@ def _not_in_forward(task: Task) -> str | None:
     """Why dW is not added to the caller's buffer before backward."""
     if task.settings.schedule != NAME:
         return "gets its gradient in backward"
-    if has_saved_tensor_hooks():
-        return (
-            "would get its gradient twice where forward runs twice, and saved-tensor hooks are active, as activation "
-            "checkpointing has them"
-        )
-    if task.problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return (
-            "gets its gradient in forward then, and whether that is all of it is read in backward, not in a CUDA graph"
-        )
-    return None
+    return task.problem.weight_grad_buffer.not_in_forward
 
 
 def plan(engine, task: Task, reason: str) -> Route:
