@@ -171,7 +171,26 @@ def ours_ignoring_half(**call):
     return lambda: _autograd(loss)
 
 
+def ours_into_buffer(dtype: torch.dtype | None, **call):
+    """dW added to one buffer, of dtype (weight's if None), as training accumulates it: it is there before what is
+    measured, so that a peak is what comes beside it."""
+
+    def make():
+        buffers = {}
+
+        def loss(x, w, t):
+            buffer = buffers.get("dw")
+            if buffer is None or buffer.shape != w.shape:
+                buffer = buffers["dw"] = torch.zeros(w.shape, dtype=dtype or w.dtype, device=w.device)
+            return liger_cutedsl.fused_linear_cross_entropy(x, w, t, weight_grad_buffer=buffer, **call)
+
+        return _autograd(loss)
+
+    return make
+
+
 RECOMPUTE = dict(schedule="recompute")
+SINGLE_PASS = dict(schedule="single_pass")  # which adds to a buffer where it is asked for alone
 IMPLEMENTATIONS = {
     i.name: i
     for i in (
@@ -183,6 +202,13 @@ IMPLEMENTATIONS = {
         Implementation("recompute", "ours, schedule recompute", ours(**RECOMPUTE)),
         Implementation("recompute-all", "ours, recompute, every option", ours_with(OPTIONS, **RECOMPUTE), False),
         Implementation("recompute-half", "ours, recompute, half ignored", ours_ignoring_half(**RECOMPUTE), False),
+        Implementation("buffer", "ours, dW into an fp32 buffer", ours_into_buffer(torch.float32)),
+        Implementation(
+            "buffer-single_pass", "ours, the same, single_pass", ours_into_buffer(torch.float32, **SINGLE_PASS)
+        ),
+        Implementation(
+            "buffer-narrow", "ours, into one of W's dtype, single_pass", ours_into_buffer(None, **SINGLE_PASS)
+        ),
         Implementation("liger-triton", "Liger-Kernel's Triton operator", _liger_triton()),
         Implementation("liger-cute-sm90", "Liger-Kernel's CuTe function for SM90", _liger_cute_sm90),
         Implementation("quack-base", "quack, base", _quack(use_scaled_exp=False, tuned=False)),

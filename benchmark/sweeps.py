@@ -32,6 +32,7 @@ ALL = (
     "torch-compile",
     "torch-linear-ce",
 )
+BUFFERS = ("buffer", "buffer-single_pass", "buffer-narrow")
 SOFTCAPPED = ("Gemma 2 2B",)  # models whose head caps its logits, at 30
 
 # (model, H, V) of heads people train.
@@ -90,6 +91,7 @@ def gpu_sweeps() -> list[Measurement]:
         found.append(Measurement("dtypes", str(dtype).removeprefix("torch."), shape, (*ours, "liger-triton")))
     found += per_token_sweep()
     found += row_loss_sweep()
+    found.append(Measurement("grad buffer", "forward + backward", REFERENCE, (*OURS, *BUFFERS), 9))
     # the first shape once more, at the other end of the run
     found.append(Measurement("repeat", "forward + backward", REFERENCE, (*PEERS[:6], "single_pass-288"), 9))
     return found
@@ -126,6 +128,7 @@ def cpu_sweeps() -> list[Measurement]:
     return [
         Measurement("cpu", "per token", shape, ("floor", *PER_TOKEN), 3),
         Measurement("cpu", "row loss", shape, ("floor", *ROW_LOSS), 3),
+        Measurement("cpu", "grad buffer", shape, ("floor", *BUFFERS), 3),
         Measurement(
             "cpu", "forward + backward", shape, ("floor", "single_pass", "recompute", "liger-triton", "torch"), 3
         ),

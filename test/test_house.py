@@ -60,7 +60,7 @@ tiling
 without_data checks
 call
 route options row_function
-captured checkpointing
+captured checkpointing weight_grad_buffer
 readable saved_state
 versions user_warnings
 compat

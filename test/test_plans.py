@@ -14,6 +14,7 @@ from liger_cutedsl.options import LogProbOptions
 from liger_cutedsl.route import Settings
 from liger_cutedsl.schedules import single_pass
 from liger_cutedsl.schedules.schedule import Task
+from liger_cutedsl.weight_grad_buffer import WeightGradBuffer
 from reference import Case, on_a_gpu
 
 
@@ -51,6 +52,7 @@ CALLS = {
     "dropped": lambda: replace(task(), dropped=50, beside=200_000),
     "captured": lambda: changed(dense=False),
     "counted": lambda: changed(dense=False, count=lambda: 700),
+    "buffer": lambda: changed(weight_grad_buffer=WeightGradBuffer(torch.zeros(3000, 64), "weight_grad_buffer")),
 }
 AROUND = {
     "alone": contextlib.nullcontext,
@@ -113,8 +115,9 @@ def test_calls_that_wait_for_their_backward_count():
 def test_a_plan_keeps_no_tensor():
     testing.reset()
     routing.planned(task(bias=True, needs=(True, True, True)))
+    routing.planned(CALLS["buffer"]())
     held = [value for _, made, *_ in routing._plans for value in vars(made.problem).values()]
-    assert held and not any(isinstance(value, torch.Tensor) for value in held)
+    assert held and not any(isinstance(value, (torch.Tensor, WeightGradBuffer)) for value in held)
 
 
 def test_plans_do_not_gather():

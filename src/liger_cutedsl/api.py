@@ -17,6 +17,7 @@ from liger_cutedsl.entering import entered, flattened
 from liger_cutedsl.options import LossOptions, suggesting
 from liger_cutedsl.route import Route, Settings
 from liger_cutedsl.split import over_ranks
+from liger_cutedsl.weight_grad_buffer import WeightGradBuffer
 from liger_cutedsl.without_data import planned
 
 
@@ -40,6 +41,8 @@ def fused_linear_cross_entropy(
     return_z_loss: bool = False,
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
+    weight_grad_buffer: torch.Tensor | None = None,
+    gradient_accumulation_fusion: bool = False,
     engine: str | None = None,
     schedule: str | None = None,
     workspace_mb: float | None = None,
@@ -57,6 +60,13 @@ def fused_linear_cross_entropy(
     use_token_scaling: multiply each row's loss by its detached target probability.
     accum_dtype: dtype in which dW and db are summed where a schedule sums them piecewise.
     return_z_loss, return_token_accuracy, return_predicted_tokens: metrics to compute besides the loss.
+    weight_grad_buffer: a tensor (V, H), float32 or weight's dtype, contiguous and without gradient, to which dW is
+        added, once for each backward through the loss and times its upstream gradient; weight gets no gradient then.
+        One of 16 bits is rounded as it is added to: once, in single_pass once a chunk. schedule="single_pass" has to
+        be asked for, and adds in forward: for the upstream gradient that is likely, and in backward what another one
+        needs, for which it reads one number from the device. Not inside torch.compile(fullgraph=True).
+    gradient_accumulation_fusion: the same with weight.main_grad, as Megatron-Core has it, where
+        weight.grad_added_to_main_grad is set to True if it is there.
     engine, schedule, workspace_mb: see liger_cutedsl.route.Settings.
 
     Returns the loss, float32 (float64 for float64 inputs): a scalar, or target's shape for reduction="none";
@@ -81,7 +91,9 @@ def fused_linear_cross_entropy(
     )
     shape = getattr(target, "shape", None)
     x, target = flattened(x, target)
-    return entered((x, weight, target, bias, ce_weight, None), options, engine, schedule, workspace_mb).result(shape)
+    tensors = (x, weight, target, bias, ce_weight, None)
+    buffer = WeightGradBuffer.of(weight, weight_grad_buffer, gradient_accumulation_fusion)
+    return entered(tensors, options, engine, schedule, workspace_mb, weight_grad_buffer=buffer).result(shape)
 
 
 @suggesting
@@ -107,6 +119,8 @@ def vocab_parallel_fused_linear_cross_entropy(
     return_z_loss: bool = False,
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
+    weight_grad_buffer: torch.Tensor | None = None,
+    gradient_accumulation_fusion: bool = False,
     engine: str | None = None,
     workspace_mb: float | None = None,
 ) -> torch.Tensor | LossOutput:
@@ -118,6 +132,7 @@ def vocab_parallel_fused_linear_cross_entropy(
     Shards may be of any size, in the order of the ranks. vocab_start: index of the shard's first row, None for the rows
         of the ranks before. vocab_size: entries of the whole vocabulary, None for the rows of all ranks; rows beyond it
         are padding (Megatron pads V to a multiple), which counts for nothing and gets zero gradients.
+    weight_grad_buffer: (V_rank, H), or weight_shard.main_grad: rows of padding get nothing.
     The other arguments are those of fused_linear_cross_entropy.
 
     Returns what fused_linear_cross_entropy returns, the same on every rank; so is x's gradient.
@@ -144,7 +159,8 @@ def vocab_parallel_fused_linear_cross_entropy(
     )
     shape = getattr(target, "shape", None)
     x, target = flattened(x, target)
-    problem = Problem(x, weight_shard, target, bias, ce_weight, LossOptions(**options))
+    buffer = WeightGradBuffer.of(weight_shard, weight_grad_buffer, gradient_accumulation_fusion)
+    problem = Problem(x, weight_shard, target, bias, ce_weight, LossOptions(**options), weight_grad_buffer=buffer)
 
     return run(
         problem, Settings.resolve(engine, None, workspace_mb), over_ranks(group, vocab_start, vocab_size)
@@ -230,6 +246,8 @@ def explain(
     return_z_loss: bool = False,
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
+    weight_grad_buffer: torch.Tensor | None = None,
+    gradient_accumulation_fusion: bool = False,
     engine: str | None = None,
     schedule: str | None = None,
     workspace_mb: float | None = None,
@@ -261,7 +279,8 @@ def explain(
             target = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
     elif target.dim() != 1:
         target = target.reshape(-1)
-    problem = Problem(x, weight, target, bias, ce_weight, options, dense)
+    buffer = WeightGradBuffer.of(weight, weight_grad_buffer, gradient_accumulation_fusion)
+    problem = Problem(x, weight, target, bias, ce_weight, options, dense, weight_grad_buffer=buffer)
     check_tensors(problem)
     settings = Settings.resolve(engine, schedule, workspace_mb)
     route = explained(planned(problem), WantedGradients.of(problem), settings)

@@ -12,6 +12,7 @@ from liger_cutedsl.log_probs import LogProbs
 from liger_cutedsl.options import LogProbOptions, suggesting
 from liger_cutedsl.route import Settings
 from liger_cutedsl.split import over_ranks
+from liger_cutedsl.weight_grad_buffer import WeightGradBuffer
 
 
 @suggesting
@@ -30,6 +31,8 @@ def fused_linear_log_probs(
     return_log_sum_sq_probs: bool = False,
     return_mean_logits: bool = False,
     return_is_top1: bool = False,
+    weight_grad_buffer: torch.Tensor | None = None,
+    gradient_accumulation_fusion: bool = False,
     engine: str | None = None,
     schedule: str | None = None,
     workspace_mb: float | None = None,
@@ -46,6 +49,8 @@ def fused_linear_log_probs(
         order, as often as they are there.
     return_log_sum_sq_probs: log Σ_v p_v².  return_mean_logits: Σ_v z_v / V of the logits z.  return_is_top1: whether
         the target is the first of the largest logits.
+    weight_grad_buffer: (V, H), float32 or weight's dtype: dW is added to it, and weight gets no gradient.
+        gradient_accumulation_fusion: the same with weight.main_grad, Megatron-Core's. See fused_linear_cross_entropy.
     engine, schedule, workspace_mb: see liger_cutedsl.route.Settings. The schedule is "recompute".
 
     Returns the log-probabilities in target's shape, float32 (float64 for float64 inputs); a LogProbs where anything
@@ -67,7 +72,8 @@ def fused_linear_log_probs(
     shape = getattr(target, "shape", None)
     x, target = flattened(x, target)
     tensors = (x, weight, target, bias, None, selected_token_ids)
-    return entered_log_probs(tensors, options, engine, schedule, workspace_mb).result(shape)
+    buffer = WeightGradBuffer.of(weight, weight_grad_buffer, gradient_accumulation_fusion)
+    return entered_log_probs(tensors, options, engine, schedule, workspace_mb, buffer).result(shape)
 
 
 @suggesting
@@ -89,14 +95,17 @@ def vocab_parallel_fused_linear_log_probs(
     return_log_sum_sq_probs: bool = False,
     return_mean_logits: bool = False,
     return_is_top1: bool = False,
+    weight_grad_buffer: torch.Tensor | None = None,
+    gradient_accumulation_fusion: bool = False,
     engine: str | None = None,
     workspace_mb: float | None = None,
 ) -> torch.Tensor | LogProbs:
     """fused_linear_log_probs with W's rows split over the ranks of a group.
 
     x: (..., H), target: (...) and selected_token_ids the same on every rank, indexing the whole vocabulary.
-    weight_shard: (V_rank, H) and bias: (V_rank,), this rank's rows. group, vocab_start, vocab_size, errors: as in
-    vocab_parallel_fused_linear_cross_entropy. Results are the same on every rank; so is x's gradient.
+    weight_shard: (V_rank, H) and bias: (V_rank,), this rank's rows. group, vocab_start, vocab_size, weight_grad_buffer,
+    gradient_accumulation_fusion, errors: as in vocab_parallel_fused_linear_cross_entropy. Results are the same on every
+    rank; so is x's gradient.
     """
     options = LogProbOptions(
         ignore_index=ignore_index,
@@ -110,7 +119,15 @@ def vocab_parallel_fused_linear_log_probs(
     )
     shape = getattr(target, "shape", None)
     x, target = flattened(x, target)
-    problem = Problem(x, weight_shard, target, bias, options=options, selected_token_ids=selected_token_ids)
+    problem = Problem(
+        x,
+        weight_shard,
+        target,
+        bias,
+        options=options,
+        selected_token_ids=selected_token_ids,
+        weight_grad_buffer=WeightGradBuffer.of(weight_shard, weight_grad_buffer, gradient_accumulation_fusion),
+    )
 
     return run(
         problem, Settings.resolve(engine, None, workspace_mb), over_ranks(group, vocab_start, vocab_size)

@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from liger_cutedsl.autograd import between_graphs, run
+from liger_cutedsl.autograd import run
 from liger_cutedsl.call import Problem, gradients_needed, is_dtensor
+from liger_cutedsl.checkpointing import between_graphs
 from liger_cutedsl.entering import flattened, run_eager
 from liger_cutedsl.options import RowLossOptions, python_scalar, suggesting
 from liger_cutedsl.route import Settings
@@ -18,6 +19,7 @@ from liger_cutedsl.row_function import NotComputed, RowLoss
 from liger_cutedsl.row_loss import RowLossOutput
 from liger_cutedsl.row_tensors import with_gradients
 from liger_cutedsl.split import over_ranks
+from liger_cutedsl.weight_grad_buffer import WeightGradBuffer
 from liger_cutedsl.without_data import refuse_without_data
 
 
@@ -36,6 +38,8 @@ def fused_linear_loss(
     ignore_index: int = -100,
     return_log_probs: bool = False,
     return_entropy: bool = False,
+    weight_grad_buffer: torch.Tensor | None = None,
+    gradient_accumulation_fusion: bool = False,
     engine: str | None = None,
     schedule: str | None = None,
     workspace_mb: float | None = None,
@@ -55,6 +59,8 @@ def fused_linear_loss(
     softcap, temperature, logit_scale: logits are softcap · tanh(u / softcap) / temperature, or u / temperature for
         softcap=None, with u = logit_scale · (x @ weight.T + bias).
     return_log_probs, return_entropy: those of each token, detached.
+    weight_grad_buffer: (V, H), float32 or weight's dtype: dW is added to it, and weight gets no gradient.
+        gradient_accumulation_fusion: the same with weight.main_grad, Megatron-Core's. See fused_linear_cross_entropy.
     engine, schedule, workspace_mb: see liger_cutedsl.route.Settings.
 
     Returns the loss, a scalar in float32 (float64 for float64 inputs); a RowLossOutput where there are aux, which come
@@ -73,7 +79,12 @@ def fused_linear_loss(
         return_entropy=return_entropy,
     )
     settings = Settings.resolve(engine, schedule, workspace_mb)
-    return _called((x, weight, target, bias), options, row_loss, row_tensors, lambda p: run_eager(p, settings))
+    buffer = WeightGradBuffer.of(weight, weight_grad_buffer, gradient_accumulation_fusion)
+
+    def use(problem):
+        return run_eager(replace(problem, weight_grad_buffer=buffer), settings)
+
+    return _called((x, weight, target, bias), options, row_loss, row_tensors, use)
 
 
 @suggesting
@@ -94,15 +105,17 @@ def vocab_parallel_fused_linear_loss(
     ignore_index: int = -100,
     return_log_probs: bool = False,
     return_entropy: bool = False,
+    weight_grad_buffer: torch.Tensor | None = None,
+    gradient_accumulation_fusion: bool = False,
     engine: str | None = None,
     workspace_mb: float | None = None,
 ) -> torch.Tensor | RowLossOutput:
     """fused_linear_loss with W's rows split over the ranks of a group.
 
     x: (..., H), target: (...), row_loss and row_tensors the same on every rank, targets indexing the whole vocabulary.
-    weight_shard: (V_rank, H) and bias: (V_rank,), this rank's rows. group, vocab_start, vocab_size, errors: as in
-    vocab_parallel_fused_linear_cross_entropy. Results are the same on every rank; so are the gradients of x and of
-    row_tensors.
+    weight_shard: (V_rank, H) and bias: (V_rank,), this rank's rows. group, vocab_start, vocab_size, weight_grad_buffer,
+    gradient_accumulation_fusion, errors: as in vocab_parallel_fused_linear_cross_entropy. Results are the same on every
+    rank; so are the gradients of x and of row_tensors.
     """
     options = dict(
         reduction=reduction,
@@ -116,7 +129,12 @@ def vocab_parallel_fused_linear_loss(
     settings, split_of = Settings.resolve(engine, None, workspace_mb), over_ranks(group, vocab_start, vocab_size)
 
     tensors = (x, weight_shard, target, bias)
-    return _called(tensors, options, row_loss, row_tensors, lambda p: run(p, settings, split_of))
+    buffer = WeightGradBuffer.of(weight_shard, weight_grad_buffer, gradient_accumulation_fusion)
+
+    def use(problem):
+        return run(replace(problem, weight_grad_buffer=buffer), settings, split_of)
+
+    return _called(tensors, options, row_loss, row_tensors, use)
 
 
 @between_graphs

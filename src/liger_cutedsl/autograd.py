@@ -15,9 +15,8 @@ import torch
 
 from liger_cutedsl import objectives
 from liger_cutedsl.call import DIFFERENTIABLE, TENSORS, Gradients, Problem, WantedGradients
-from liger_cutedsl.checkpointing import unseen_by_checkpoints, unseen_by_saved_tensor_hooks
+from liger_cutedsl.checkpointing import between_graphs, unseen_by_saved_tensor_hooks
 from liger_cutedsl.checks import check_tensors
-from liger_cutedsl.compat import has_dispatch_modes
 from liger_cutedsl.derivatives import refuse_batched_upstream, without_second_derivative
 from liger_cutedsl.engines import KernelFailure
 from liger_cutedsl.first_call import announce
@@ -29,11 +28,12 @@ from liger_cutedsl.row_function import of_derivatives
 from liger_cutedsl.rows import Rows, TargetCheck, TooManyIgnored
 from liger_cutedsl.saved_state import put_together, taken_apart
 from liger_cutedsl.schedules import by_name, liger_triton, recompute, single_pass
-from liger_cutedsl.schedules.kept import KeptGradients
+from liger_cutedsl.schedules.kept import AddedInForward, KeptGradients
 from liger_cutedsl.schedules.schedule import Task
 from liger_cutedsl.shards import OtherShards
 from liger_cutedsl.split import WHOLE, Split
 from liger_cutedsl.upstream import History, history_of
+from liger_cutedsl.weight_grad_buffer import added_once, wholly_added
 from liger_cutedsl.without_data import shapes_only
 
 
@@ -61,6 +61,11 @@ class Call:
     def with_task(self, **changes) -> Call:
         return replace(self, task=replace(self.task, **changes))
 
+    def by_recompute(self, settings: Settings, **changes) -> Call:
+        """The same call by the schedule that computes gradients in backward, on the same engine."""
+        call = self.with_task(settings=replace(settings, schedule=recompute.NAME), **changes)
+        return replace(call, route=recompute.plan(call.engine, call.task, call.route.reason))
+
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
     """Runs a route's schedule: its forward now, its backward when the upstream gradient is there.
@@ -79,7 +84,8 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         held = []
         ctx.state = state if isinstance(state, KeptGradients) else taken_apart(state, held)
         ctx.save_for_backward(*inputs, origin, *held)
-        ctx.rows, ctx.history = rows, history if isinstance(state, KeptGradients) else None
+        ctx.rows, ctx.weight_grad_buffer = rows, problem.weight_grad_buffer
+        ctx.history = history if isinstance(state, (KeptGradients, AddedInForward)) else None
         ctx.call, ctx.options, ctx.valid = call.without_tensors(), problem.options, call.task.problem.valid_rows()
         ctx.results = type(output)
         ctx.set_materialize_grads(False)
@@ -105,34 +111,18 @@ def _differentiated(ctx, upstream: NamedTuple) -> list[torch.Tensor | None]:
     call = replace(ctx.call, rows=ctx.rows)
     with torch.no_grad():
         if ctx.saved:
-            whole = Problem(**inputs, options=ctx.options)
+            whole = Problem(**inputs, options=ctx.options, weight_grad_buffer=ctx.weight_grad_buffer)
             count = None if ctx.valid is None else functools.partial(int, ctx.valid)
             compact = replace(call.rows.compact(whole), count=count)
             call = replace(call.with_task(problem=replace(compact, dense=ctx.valid == compact.tokens)), whole=whole)
         state = ctx.state
         if not isinstance(state, KeptGradients):
             state = put_together(state, saved[len(TENSORS) + 1 :])
-        found = gradients_of(call, state, upstream)
+        with added_once(ctx.weight_grad_buffer):
+            found = gradients_of(call, state, upstream)
         if ctx.history is not None:
             ctx.history.note(ctx.valid, upstream[0])
     return without_second_derivative(found, *upstream, origin)
-
-
-def between_graphs(function):
-    """What torch_compile.py does not trace runs between two graphs: torch.compiler.disable, put off until something is
-    being traced, because it imports torch._dynamo, which takes a second. And beneath the modes of activation
-    checkpointing.
-    """
-
-    @functools.wraps(function)
-    def eager(*arguments):
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(eager)(*arguments)
-        if has_dispatch_modes():
-            return unseen_by_checkpoints(function, arguments)
-        return function(*arguments)
-
-    return eager
 
 
 def with_fallback(settings: Settings, attempt: Callable):
@@ -185,10 +175,11 @@ def _planned(task: Task, rows: Rows, whole: Problem, confirm=None) -> Call:
 
 def forward_of(call: Call):
     """What the caller gets of a prepared call, and what its schedule's backward needs."""
-    output, state = by_name(call.route.schedule).forward(call.engine, call.task, call.route)
-    call.task.split.confirm(call.whole)
-    announce(call.route, call.whole, bool(call.task.wanted))
-    return call.rows.spread_results(output, objectives.of(call.whole.options).FILLS), state
+    with wholly_added(call.whole.weight_grad_buffer):
+        output, state = by_name(call.route.schedule).forward(call.engine, call.task, call.route)
+        call.task.split.confirm(call.whole)
+        announce(call.route, call.whole, bool(call.task.wanted))
+        return call.rows.spread_results(output, objectives.of(call.whole.options).FILLS), state
 
 
 def gradients_of(call: Call, state, upstream: NamedTuple) -> Gradients:
@@ -197,8 +188,13 @@ def gradients_of(call: Call, state, upstream: NamedTuple) -> Gradients:
     Where a kernel fails only now, from the start on what runs without it: the loss that was handed out stands.
     """
     task, upstream = call.task, call.rows.select_upstream(upstream)
-    if isinstance(state, KeptGradients):
+    if isinstance(state, AddedInForward) and (missing := state.missing(upstream[0])) is not None:
+        rest = call.by_recompute(call.task.settings, wanted=WantedGradients(weight=task.wanted.weight))
+        gradients_of(rest, state.rest, type(upstream)(missing, *[None] * len(upstream[1:])))
+    if isinstance(state, (KeptGradients, AddedInForward)):
         return state.for_upstream(upstream[0], call.rows)
+    if task.problem.weight_grad_buffer is not None:
+        task.problem.weight_grad_buffer.begins(upstream)
     states, evaluated = [state], getattr(getattr(state, "stats", None), "evaluated", None)
     row_loss = None if evaluated is None else of_derivatives(evaluated)
 
@@ -289,5 +285,4 @@ def _with_gradients_in_backward(call: Call) -> Call:
             "schedule 'single_pass' was asked for but cannot run this call: it sums the tokens' gradients in forward, "
             "before it knows an upstream gradient for each. Unset LIGER_CUTEDSL_SCHEDULE to let it take another"
         )
-    call = call.with_task(settings=replace(settings, engine=call.route.engine, schedule=recompute.NAME))
-    return replace(call, route=recompute.plan(call.engine, call.task, call.route.reason))
+    return call.by_recompute(replace(settings, engine=call.route.engine))

@@ -10,6 +10,7 @@ import torch
 
 from liger_cutedsl.options import LogitOptions, LossOptions
 from liger_cutedsl.row_function import RowLoss
+from liger_cutedsl.weight_grad_buffer import WeightGradBuffer
 
 # What a call carries, with the axis that slices it: tokens or vocabulary. Slicing, compaction, casting, saving,
 # checking and the custom op's schema follow from this.
@@ -45,6 +46,7 @@ class Problem:
 
     selected_token_ids: (K,) int64, columns whose logits are asked for in every row, or None.
     row_loss: a loss of the caller's own with its row tensors, where the options are RowLossOptions.
+    weight_grad_buffer: what dW is added to instead of being returned, all of the weight that the caller passed.
     dense: no target is ignored, known without looking at them.
     count: gives how many targets count, once that has been read from the device, and may wait for it: asked behind the
         first GEMM. None where no target is ignored, or where the host is not to know (while a CUDA graph is captured).
@@ -60,6 +62,7 @@ class Problem:
     count: Callable[[], int] | None = None
     selected_token_ids: torch.Tensor | None = None
     row_loss: RowLoss | None = None
+    weight_grad_buffer: WeightGradBuffer | None = None
 
     @property
     def tokens(self) -> int:
@@ -103,7 +106,9 @@ class Problem:
         """What planning may know of it, hashable: Outlines for tensors; count and row_loss are there or not."""
         there = ((name, t) for name, t in vars(self).items() if isinstance(t, torch.Tensor))
         tensors = {name: Outline(t.shape, t.dtype, t.device) for name, t in there}
-        return replace(self, **tensors, count=self.count and True, row_loss=self.row_loss and True)
+        buffer = self.weight_grad_buffer and self.weight_grad_buffer.outline()
+        there = dict(count=self.count and True, row_loss=self.row_loss and True, weight_grad_buffer=buffer)
+        return replace(self, **tensors, **there)
 
     def of(self, rows: slice | torch.Tensor) -> Problem:
         """The same for some of the rows: a slice, or their indices."""
@@ -171,7 +176,8 @@ class Gradients:
 
 @dataclass(frozen=True)
 class WantedGradients:
-    """Which gradients a call needs, as the dtypes they are returned in (their parameters'); None for not wanted."""
+    """Which gradients a call needs, as the dtypes they are returned in (their parameters', or that of a buffer to which
+    dW is added); None for not wanted."""
 
     x: torch.dtype | None = None
     weight: torch.dtype | None = None
@@ -182,7 +188,10 @@ class WantedGradients:
         """needs: one flag each for x, weight and bias; those that autograd will ask for, as seen now, if None."""
         tensors = [getattr(problem, name) for name in DIFFERENTIABLE]
         needs = gradients_needed(*tensors) if needs is None else needs
-        return cls(*(t.dtype if need and t is not None else None for t, need in zip(tensors, needs, strict=True)))
+        wanted = cls(*(t.dtype if need and t is not None else None for t, need in zip(tensors, needs, strict=True)))
+        if wanted.weight is None or problem.weight_grad_buffer is None:
+            return wanted
+        return replace(wanted, weight=problem.weight_grad_buffer.tensor.dtype)
 
     def __iter__(self) -> Iterator[torch.dtype | None]:
         return iter((self.x, self.weight, self.bias))

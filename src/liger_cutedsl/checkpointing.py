@@ -1,10 +1,12 @@
-"""Activation checkpointing: what of an operator it sees, and what it would compute again in vain."""
+"""Activation checkpointing and graphs: what of an operator they see, and what would be computed again in vain."""
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from liger_cutedsl.compat import checkpoint_modes, dispatch_modes, replace_dispatch_modes
+from liger_cutedsl.compat import checkpoint_modes, dispatch_modes, has_dispatch_modes, replace_dispatch_modes
 
 
 def unseen_by_checkpoints(function, arguments):
@@ -23,6 +25,23 @@ def unseen_by_checkpoints(function, arguments):
         return function(*arguments)
     finally:
         replace_dispatch_modes(stack)
+
+
+def between_graphs(function):
+    """What torch_compile.py does not trace runs between two graphs: torch.compiler.disable, put off until something is
+    being traced, because it imports torch._dynamo, which takes a second. And beneath the modes of activation
+    checkpointing.
+    """
+
+    @functools.wraps(function)
+    def eager(*arguments):
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(eager)(*arguments)
+        if has_dispatch_modes():
+            return unseen_by_checkpoints(function, arguments)
+        return function(*arguments)
+
+    return eager
 
 
 def unseen_by_saved_tensor_hooks():

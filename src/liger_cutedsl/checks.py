@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from liger_cutedsl.call import FLOAT_DTYPES, OPTIONAL, TENSORS, VECTORS, Problem, is_dtensor, product_dtype
+from liger_cutedsl.compat import is_fake
 from liger_cutedsl.readable import check_readable
 
 
@@ -39,6 +40,8 @@ def check_tensors(problem: Problem, empty_shard: bool = False) -> None:
     if target.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"target must be int64 or int32, got {target.dtype}")
     _check_dtypes(problem)
+    if problem.weight_grad_buffer is not None:
+        _check_buffer(problem.weight_grad_buffer.name, problem.weight_grad_buffer.tensor, problem)
     for name in VECTORS:
         vector = getattr(problem, name)
         if vector is not None and tuple(vector.shape) != (weight.shape[0],):
@@ -62,6 +65,46 @@ def _check_tensor(name, value, optional) -> None:
             f"is trained under FSDP2 {name}.full_tensor(grad_placements=[Partial('avg')]), which sums over the ranks"
         )
     check_readable(name, value)
+
+
+def _check_buffer(name: str, buffer, problem: Problem) -> None:
+    """What dW is added to."""
+    weight = problem.weight
+    if not isinstance(buffer, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor or None, got {type(buffer)}")
+    if is_dtensor(buffer):
+        raise TypeError(f"{name} is a DTensor, which only goes with a weight that is: pass {name}.to_local()")
+    check_readable(name, buffer)
+    if buffer.shape != weight.shape:
+        raise ValueError(f"{name} must have weight's shape {tuple(weight.shape)}, got {tuple(buffer.shape)}")
+    accepted = {weight.dtype} if weight.dtype == torch.float64 else {torch.float32, weight.dtype}
+    if buffer.dtype not in accepted:
+        names = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in accepted))
+        raise TypeError(f"{name} must be {names} for a weight of {weight.dtype}, got {buffer.dtype}")
+    if buffer.device != problem.x.device:
+        raise ValueError(f"{name} must be on x's device {problem.x.device}, got {buffer.device}")
+    if not buffer.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous, got strides {buffer.stride()}: products are written into its rows"
+        )
+    if buffer.requires_grad:
+        raise ValueError(f"{name} must not require a gradient: it is written in place. Pass {name}.detach()")
+    for other, value in problem.tensors().items():
+        if _overlap(buffer, value):
+            raise ValueError(f"{name} shares memory with {other}, which the call reads")
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the bytes from the first to the last number of two tensors do."""
+    if any(t.is_meta or is_fake(t) or not t.numel() for t in (one, other)) or one.device != other.device:
+        return False
+    (start, stop), (first, last) = (_bytes(one), _bytes(other))
+    return start < last and first < stop
+
+
+def _bytes(tensor: torch.Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
 def _check_dtypes(problem: Problem) -> None:

@@ -19,6 +19,7 @@ _LIGER = "liger_kernel.backends.registry"
 # name → what stops working without it
 _BATCHES = "torch.func transforms and batched upstream gradients, refused by name"
 _HANDED_OVER = "kept gradients and exponentials, handed over unless the graph is kept (retain_graph=True)"
+_IN_FORWARD = "schedule='single_pass' with weight_grad_buffer, refused under activation checkpointing"
 _FAKES = "calls and explain() with fake and meta tensors"
 _CHECKPOINTS = "selective activation checkpointing"
 _GRAPHS = "drop-ins for per-token operators under torch.compile"
@@ -29,6 +30,7 @@ PRIVATE = {
     "torch._C._functorch.is_legacy_batchedtensor": _BATCHES,
     "torch._C._current_graph_task_id": _HANDED_OVER,
     "torch._C._autograd._get_current_graph_task_keep_graph": _HANDED_OVER,
+    "torch._C._autograd._top_saved_tensors_default_hooks": _IN_FORWARD,
     "torch._C._get_dispatch_mode": _FAKES,
     "torch._C._TorchDispatchModeKey.FAKE": _FAKES,
     "torch._subclasses.fake_tensor.FakeTensor": _FAKES,
@@ -61,6 +63,11 @@ def in_backward() -> bool:
 def graph_is_kept() -> bool:
     """Whether the running backward leaves the graph usable (retain_graph, create_graph). False outside of one."""
     return in_backward() and torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether tensors that are saved for backward are handed to hooks, as activation checkpointing has them."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from liger_cutedsl.autograd import between_graphs, run
+from liger_cutedsl.autograd import run
 from liger_cutedsl.call import TENSORS, VECTORS, Problem, is_dtensor
+from liger_cutedsl.checkpointing import between_graphs
 from liger_cutedsl.route import Settings
 from liger_cutedsl.split import over_ranks
+from liger_cutedsl.weight_grad_buffer import WeightGradBuffer
 
 _FSDP_OR_TP = (
     "Under FSDP2 each rank has its own x, and the sharded parameter has to be whole: call the loss in the forward of "
@@ -54,6 +56,8 @@ def run_dtensor(problem: Problem, settings: Settings) -> NamedTuple:
     if dim is None and is_dtensor(x) and any(p != Replicate() for p in x.placements):
         dim = next(i for i, placement in enumerate(x.placements) if placement != Replicate())
         problem = _split(problem, dim)
+    else:
+        problem = replace(problem, weight_grad_buffer=_local_buffer(problem))
     if dim is None:
         return _run_replicated(problem, settings)
     named = mesh.ndim == 1 and mesh.mesh_dim_names == ("tp",)
@@ -83,6 +87,11 @@ def _split(problem: Problem, dim: int) -> Problem:
     """A replicated weight's problem with the vocabulary split over a mesh dimension; gradients come back replicated."""
     from torch.distributed.tensor import Replicate, Shard
 
+    if problem.weight_grad_buffer is not None:
+        raise ValueError(
+            f"{problem.weight_grad_buffer.name} goes with a weight that is sharded as it is computed: this one is "
+            f"replicated and x is sharded by rows, so that each rank would have dW of other rows of the vocabulary"
+        )
     mesh = problem.weight.device_mesh
     placements = [Shard(0) if i == dim else Replicate() for i in range(mesh.ndim)]
     return replace(
@@ -94,6 +103,17 @@ def _split(problem: Problem, dim: int) -> Problem:
             if is_dtensor(value := getattr(problem, name))
         },
     )
+
+
+def _local_buffer(problem: Problem) -> WeightGradBuffer | None:
+    """That of this rank's rows: a plain one is taken for it. Raises ValueError for one that is placed otherwise."""
+    buffer, weight = problem.weight_grad_buffer, problem.weight
+    if buffer is None or not is_dtensor(buffer.tensor):
+        return buffer
+    there, wanted = ((t.device_mesh, tuple(t.placements)) for t in (buffer.tensor, weight))
+    if there != wanted:
+        raise ValueError(f"{buffer.name} must be placed as weight, {wanted[1]} over {wanted[0]}, got {there[1]}")
+    return buffer.over(buffer.tensor.to_local())
 
 
 def _run_replicated(problem: Problem, settings: Settings) -> NamedTuple:
@@ -146,6 +166,7 @@ def _run_sharded(problem: Problem, dim: int, settings: Settings) -> NamedTuple:
         problem.options,
         selected_token_ids=replicated("selected_token_ids", problem.selected_token_ids),
         row_loss=problem.row_loss,
+        weight_grad_buffer=problem.weight_grad_buffer,
     )
     place = mesh.get_group(dim), _first_row(weight, dim), weight.shape[0]
     return run(local, settings, over_ranks(*place))

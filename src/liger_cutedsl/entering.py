@@ -15,6 +15,7 @@ from liger_cutedsl.options import LogProbOptions, LossOptions, python_scalar
 from liger_cutedsl.route import Settings
 from liger_cutedsl.torch_compile import run_compiled
 from liger_cutedsl.torch_compile_log_probs import run_compiled_log_probs
+from liger_cutedsl.weight_grad_buffer import WeightGradBuffer
 from liger_cutedsl.without_data import shapes_only
 
 
@@ -31,22 +32,28 @@ def flattened(x, target):
     return x.reshape(-1, x.shape[-1]), target.reshape(-1)
 
 
-def entered(tensors, options: dict, engine=None, schedule=None, workspace_mb=None, chunk_mem_const=1) -> LossOutput:
+def entered(
+    tensors, options: dict, engine=None, schedule=None, workspace_mb=None, chunk_mem_const=1, weight_grad_buffer=None
+) -> LossOutput:
     """The call by the way its tensors need: DTensors, one node of a graph, or as it is."""
     # Asked here: torch.compile would compile a function of its own, and its answer, where this one runs between graphs.
     if not _is_distributed(tensors) and (torch.compiler.is_compiling() or shapes_only(*tensors)):
-        _check_traceable(dict(options, chunk_mem_const=chunk_mem_const))
+        _check_traceable(dict(options, chunk_mem_const=chunk_mem_const), weight_grad_buffer)
         return run_compiled(tensors, options, engine, schedule, workspace_mb, chunk_mem_const)
-    problem = Problem(**dict(zip(TENSORS, tensors, strict=True)), options=LossOptions(**options))
+    named = dict(zip(TENSORS, tensors, strict=True))
+    problem = Problem(**named, options=LossOptions(**options), weight_grad_buffer=weight_grad_buffer)
     return run_eager(problem, Settings.resolve(engine, schedule, workspace_mb, python_scalar(chunk_mem_const)))
 
 
-def entered_log_probs(tensors, options: dict, engine=None, schedule=None, workspace_mb=None) -> LogProbs:
+def entered_log_probs(
+    tensors, options: dict, engine=None, schedule=None, workspace_mb=None, weight_grad_buffer=None
+) -> LogProbs:
     """The same for log-probabilities."""
     if not _is_distributed(tensors) and (torch.compiler.is_compiling() or shapes_only(*tensors)):
-        _check_traceable(options)
+        _check_traceable(options, weight_grad_buffer)
         return run_compiled_log_probs(tensors, options, engine, schedule, workspace_mb)
-    problem = Problem(**dict(zip(TENSORS, tensors, strict=True)), options=LogProbOptions(**options))
+    named = dict(zip(TENSORS, tensors, strict=True))
+    problem = Problem(**named, options=LogProbOptions(**options), weight_grad_buffer=weight_grad_buffer)
     return run_eager(problem, Settings.resolve(engine, schedule, workspace_mb))
 
 
@@ -60,9 +67,15 @@ def _is_distributed(tensors) -> bool:
     return is_dtensor(x) or is_dtensor(weight)
 
 
-def _check_traceable(options: dict) -> None:
-    """Under torch.compile numpy's scalars are tensors, and a graph holds no option that is one: without fullgraph=True
-    the error makes torch.compile run this call by itself, between two graphs."""
+def _check_traceable(options: dict, weight_grad_buffer: WeightGradBuffer | None) -> None:
+    """Under torch.compile numpy's scalars are tensors, and a graph holds no option that is one, and no tensor that its
+    backward writes: without fullgraph=True the error makes torch.compile run this call by itself, between two graphs.
+    """
+    if weight_grad_buffer is not None:
+        raise TypeError(
+            f"{weight_grad_buffer.name} takes no gradient inside torch.compile(fullgraph=True), nor of fake or meta "
+            f"tensors: a graph holds no tensor that its backward writes"
+        )
     for name, value in options.items():
         if value is not None and not isinstance(value, (bool, int, float, str, torch.dtype)):
             raise TypeError(

@@ -204,6 +204,8 @@ def triton_obstacle(task: Task) -> str | None:
         return "Liger's Triton operator computes a loss of its own"
     if problem.options.scale != 1.0:
         return "Liger's Triton operator has no temperature and no logit scale"
+    if problem.weight_grad_buffer is not None:
+        return f"Liger's Triton operator adds nothing to {problem.weight_grad_buffer.name}"
     if settings.schedule != "auto":
         return f"Liger's Triton operator has its own schedule, not {settings.schedule!r}"
     if not _liger_is_installed():

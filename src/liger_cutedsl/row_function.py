@@ -69,7 +69,7 @@ class Evaluated:
 
     @staticmethod
     def joined(pieces: list[Evaluated]) -> Evaluated:
-        """That of all rows, from those of slices of them, without the derivatives, which became gradients by then."""
+        """That of all rows, from those of slices of them."""
 
         def along_rows(parts):
             return sum(parts) if parts[0].dim() == 0 else torch.cat(parts)
@@ -77,7 +77,16 @@ class Evaluated:
         def each(name):
             return tuple(along_rows(parts) for parts in zip(*(getattr(p, name) for p in pieces), strict=True))
 
-        return Evaluated(along_rows([p.loss for p in pieces]), aux=each("aux"), gradients=each("gradients"))
+        def derivative(name):
+            parts = [getattr(piece, name) for piece in pieces]
+            if all(part is None for part in parts):
+                return None
+            zeros = (torch.zeros_like(piece.loss) for piece in pieces)
+            return torch.cat([zero if part is None else part for part, zero in zip(parts, zeros, strict=True)])
+
+        derivatives = {name: derivative(name) for name in STATISTICS}
+        loss, aux, gradients = along_rows([p.loss for p in pieces]), each("aux"), each("gradients")
+        return Evaluated(loss, **derivatives, aux=aux, gradients=gradients)
 
     def derivatives(self) -> Evaluated:
         """What a backward needs of it."""

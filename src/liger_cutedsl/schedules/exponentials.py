@@ -67,7 +67,8 @@ def kept_columns(engine, problem: Problem, wanted: WantedGradients, budget: int)
     """How many columns' exponentials are kept: V where they fit the budget (bytes), else what dW's memory holds.
 
     Of log-probabilities, whose callers make several calls before a backward (two losses in a step, a pipeline): those
-    that wait count against the budget, and the dW of one call at a time is there before its backward. None for fp16,
+    that wait count against the budget, and the dW of one call at a time is there before its backward. Not in a dW that
+    is added to the caller's buffer, which holds something already. None for fp16,
     whose dW goes through a float32 copy that would be as large as what is saved.
     """
     e_dtype = engine.dz_dtype(problem.gemm_dtype)
@@ -76,7 +77,7 @@ def kept_columns(engine, problem: Problem, wanted: WantedGradients, budget: int)
     waiting, lent = Waiting.on(problem.device) if isinstance(problem.options, LogProbOptions) else (0, False)
     if footprint.exponentials_bytes(engine, problem, wanted, problem.tokens) <= budget - waiting:
         return problem.vocab
-    if wanted.weight is None or lent:
+    if wanted.weight is None or lent or problem.weight_grad_buffer is not None:
         return 0
     row, column = problem.hidden * wanted.weight.itemsize, problem.tokens * e_dtype.itemsize
     fitting = max(0, problem.vocab * row - 2 * ALIGNMENT) // (row + column)

@@ -1,10 +1,13 @@
 """What a call allocates at its peak: in which phase of a schedule, and beyond inputs, outputs and gradients.
 
 Each phase is what is alive in it, less all gradients as they are returned: those are counted once, and a phase that has
-not made some of them yet has so much room. Vectors of a few numbers a row are left out.
+not made some of them yet has so much room. A dW that is added to a buffer of the caller's is none of them. Vectors of a
+few numbers a row are left out.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
@@ -76,15 +79,18 @@ def _scratch(engine, problem: Problem, wanted: WantedGradients, rows: int, colum
 
 def single_pass_bytes(engine, task: Task, sums: WantedGradients, chunk: int) -> int:
     """sums: what gradients are summed in, as single_pass.sum_dtypes says, until they are rounded."""
-    problem, wanted, copies = task.problem, task.wanted, copied_bytes(task)
+    problem, wanted, copies = task.problem, task.returned, copied_bytes(task)
+    sums = sums if wanted.weight is not None else replace(sums, weight=None)
     returned = gradient_bytes(problem, wanted, task.dropped)
     summed = gradient_bytes(problem, sums)
-    forward = copies + summed + chunk_bytes(engine, problem, wanted, chunk) - returned
+    forward = copies + summed + chunk_bytes(engine, problem, task.wanted, chunk) - returned
     late = wanted.kept()  # float16's wait in float32
     changing = [final if final != kept else None for final, kept in zip(late, sums, strict=True)]
     rounding = copies + summed + gradient_bytes(problem, WantedGradients(*changing)) - returned
     changing = [final if final != kept else None for final, kept in zip(wanted, late, strict=True)]
     backward = gradient_bytes(problem, late) + gradient_bytes(problem, WantedGradients(*changing)) - returned
+    if problem.weight_grad_buffer is not None:  # the rows that count, for what the buffer may lack
+        backward += task.beside
     if task.dropped and wanted.x is not None:
         backward += (problem.tokens + task.dropped) * problem.hidden * wanted.x.itemsize  # dX in its rows' places
     return max(forward, rounding, backward, 0)
@@ -96,7 +102,7 @@ def recompute_bytes(engine, task: Task, width: int, kept: int) -> int:
     forward = copies + engine.forward_bytes(problem, width, kept)
     if not task.wanted:
         return forward
-    returned = gradient_bytes(problem, task.wanted, task.dropped)
+    returned = gradient_bytes(problem, task.returned, task.dropped)
     exponentials = 0
     if kept == problem.vocab:
         exponentials = exponentials_bytes(engine, problem, task.wanted, problem.tokens)
@@ -111,7 +117,7 @@ def _recompute_backward(engine, task: Task, width: int, kept: int, exponentials:
     problem, wanted, copies = task.local, task.wanted, copied_bytes(task, CAST_COLUMNS)
     one_product = kept == problem.vocab and not task.split.sums_dx
     x_sum = wanted.x if one_product else wanted.x and problem.compute_dtype
-    sums = copies + gradient_bytes(problem, WantedGradients(x_sum, wanted.weight, wanted.bias)) - returned
+    sums = copies + gradient_bytes(problem, replace(task.returned, x=x_sum)) - returned
     if kept:
         scratch = _scratch(engine, problem, wanted, problem.tokens, kept)
         column_sums = engine.column_sums_bytes(problem, kept) if wanted.bias is not None else 0
@@ -126,4 +132,4 @@ def _recompute_backward(engine, task: Task, width: int, kept: int, exponentials:
         dx = problem.tokens * problem.hidden * wanted.x.itemsize
         yield sums + dx * (x_sum != wanted.x)
         if task.dropped:
-            yield task.beside + gradient_bytes(problem, wanted, task.dropped) + dx - returned
+            yield task.beside + gradient_bytes(problem, task.returned, task.dropped) + dx - returned

@@ -1,4 +1,4 @@
-"""Gradients computed in forward and kept until backward knows the upstream gradient."""
+"""Gradients computed in forward: kept until backward knows the upstream gradient, or added to a buffer already."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 from liger_cutedsl.call import Gradients, WantedGradients
 from liger_cutedsl.compat import graph_is_kept
 from liger_cutedsl.gemm import scale_in_place
+from liger_cutedsl.weight_grad_buffer import warn_unless_used
 
 if TYPE_CHECKING:
     from liger_cutedsl.rows import Rows
+    from liger_cutedsl.weight_grad_buffer import WeightGradBuffer
 
 
 @dataclass
@@ -56,4 +58,27 @@ class KeptGradients:
             for name in ("x", "weight", "bias"):
                 if getattr(in_place, name):
                     scale_in_place(getattr(gradients, name), factor)
+        return gradients
+
+
+class AddedInForward:
+    """What waits for backward where dW, for the upstream gradient that was expected, was added to the caller's buffer.
+
+    kept: dX and db.  rest: the state with which `recompute` adds dW for what the upstream gradient is beyond that.
+    """
+
+    def __init__(self, kept: KeptGradients, rest, buffer: WeightGradBuffer):
+        self.kept, self.rest, self._there = kept, rest, kept.expected
+        self._warning = warn_unless_used(self, buffer)
+
+    def missing(self, upstream: torch.Tensor) -> torch.Tensor | None:
+        """For how much of the upstream gradient () the buffer has no dW yet; None where it has all of it. Reads one
+        number from the device: two GEMMs are run or left out for it."""
+        return None if float(upstream) == self._there else upstream - self._there
+
+    def for_upstream(self, upstream: torch.Tensor, rows: Rows) -> Gradients:
+        """dX and db, once the buffer has all of dW. Another backward adds all of its own."""
+        gradients = self.kept.for_upstream(upstream, rows)
+        self._there = 0.0
+        self._warning.detach()
         return gradients

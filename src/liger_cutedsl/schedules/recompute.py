@@ -16,6 +16,8 @@ Where the whole vocabulary's fit the workspace budget, in memory of their own: t
 dW's memory, which is taken in forward already: they lie behind the rows of dW that will be written from them, and
 backward begins with these, before any other row of dW is written. That saves H/(N + H) of the fourth GEMM and costs
 no memory.
+
+Where dW is added to a buffer of the caller's, backward adds each tile's to its rows, once: weight_grad_buffer.py.
 """
 
 from __future__ import annotations
@@ -106,10 +108,15 @@ def forward(engine, task: Task, route: Route) -> tuple[NamedTuple, RecomputeStat
         raise
     stats, rows = task.split.combine(stats, problem, local)
     stats = objectives.evaluated(stats, rows, problem)
+    return objectives.of(problem.options).results(stats, rows, problem), state_of(stats, rows, kept)
+
+
+def state_of(stats: RowStatistics, rows: RowWeights, kept: KeptExponentials | None = None) -> RecomputeState:
+    """From evaluated statistics of all rows."""
     needed = RowStatistics(stats.lse, stats.target_logit, selected=stats.selected, entropy=stats.entropy)
     if stats.evaluated is not None:
         needed = replace(needed, evaluated=stats.evaluated.derivatives())
-    return objectives.of(problem.options).results(stats, rows, problem), RecomputeState(needed, rows, kept)
+    return RecomputeState(needed, rows, kept)
 
 
 def _statistics(
@@ -189,16 +196,20 @@ def _gradients(engine, task: Task, route: Route, state: RecomputeState, upstream
 
 
 class _GradientSink:
-    """Turns tiles of dz into dX, dW and db: times alpha, and times unscale, a scalar tensor, where there is one."""
+    """Turns tiles of dz into dX, dW and db: times alpha, and times unscale, a scalar tensor, where there is one.
+
+    buffer: of the caller's, to which dW is added; its gradient is None then.
+    """
 
     def __init__(self, engine, problem: Problem, task: Task, alpha: float, unscale, kept, selected_dz):
         self.engine, self.problem, self.split, self.wanted = engine, problem, task.split, task.wanted
         self.alpha, self.unscale, self.pending, self.selected_dz = alpha, unscale, None, selected_dz
         self.x = engine.gemm_operand(problem.x) if task.wanted.weight is not None else None
+        self.buffer = problem.weight_grad_buffer if task.wanted.weight is not None else None
         alone = kept is not None and kept.e.shape[1] == problem.vocab and len([*_parts(problem, 0, problem.vocab)]) == 1
         one_product = alone and not task.split.sums_dx and selected_dz is None
         # dX is summed in the compute dtype; its own dtype comes last
-        sums = task.wanted if one_product else replace(task.wanted, x=task.wanted.x and problem.compute_dtype)
+        sums = task.returned if one_product else replace(task.returned, x=task.wanted.x and problem.compute_dtype)
         lent = None if kept is None else kept.weight_gradient
         self.gradients = (sums if lent is None else replace(sums, weight=None)).allocate(problem)
         if lent is not None:
@@ -219,7 +230,9 @@ class _GradientSink:
                     selected.add_dx(self.engine, self.problem, self.selected_dz, grads.x, self.alpha)
                 self._dx_is_complete()
         if grads.weight is not None:
-            self._write(grads.weight[tile.columns], lambda out: matmul(dz.t(), self.x, out=out, alpha=self.alpha))
+            self._write(grads.weight[tile.columns], dz)
+        if self.buffer is not None:
+            self._add_to_buffer(dz, tile)
         if grads.bias is not None:
             if column_sums is None:
                 column_sums = gemm.column_sums(dz, self.problem.compute_dtype)
@@ -237,16 +250,31 @@ class _GradientSink:
             self.pending.wait()
         grads = self.gradients
         if self.selected_dz is not None:
-            factor = self.alpha if self.unscale is None else self.alpha * self.unscale
-            selected.add_dw(self.engine, self.problem, self.selected_dz, grads, factor)
+            self._add_selected(grads)
+            if self.buffer is not None and self.buffer.lacks_selected:
+                self._add_selected(Gradients(weight=self.buffer.tensor))
+                self.buffer.selected_added()
         return grads if grads.x is None else replace(grads, x=grads.x.to(self.wanted.x))
 
-    def _write(self, out: torch.Tensor, product) -> None:
-        """A product into out: directly, or through fp32 where the scale of fp16 has to come off first."""
+    def _add_selected(self, gradients: Gradients) -> None:
+        factor = self.alpha if self.unscale is None else self.alpha * self.unscale
+        selected.add_dw(self.engine, self.problem, self.selected_dz, gradients, factor)
+
+    def _add_to_buffer(self, dz: torch.Tensor, tile: Tile) -> None:
+        """What an attempt before this one has not added."""
+        rows = self.buffer.rest(*tile)
+        if rows.start < rows.stop:
+            self._write(self.buffer.tensor[rows], dz[:, rows.start - tile.start :], beta=1.0)
+        self.buffer.added(tile.stop)
+
+    def _write(self, out: torch.Tensor, dz: torch.Tensor, beta: float = 0.0) -> None:
+        """out = beta·out + dzᵀ·x: directly, or through fp32 where the scale of fp16 has to come off first."""
         if self.unscale is None:
-            product(out)
-        else:
-            out.copy_(product(torch.empty_like(out, dtype=torch.float32)).mul_(self.unscale))
+            matmul(dz.t(), self.x, out=out, beta=beta, alpha=self.alpha)
+            return
+        wide = torch.empty_like(out, dtype=torch.float32)
+        matmul(dz.t(), self.x, out=wide, alpha=self.alpha).mul_(self.unscale)
+        out.add_(wide) if beta else out.copy_(wide)
 
 
 def _scaled_for_fp16(coefficients: RowCoefficients, problem: Problem) -> tuple[RowCoefficients, torch.Tensor]:

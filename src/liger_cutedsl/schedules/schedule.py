@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from liger_cutedsl.call import Gradients, Problem, WantedGradients
@@ -36,6 +36,11 @@ class Task:
     def local(self) -> Problem:
         """The problem over this process's columns; targets elsewhere are −1."""
         return self.split.local(self.problem)
+
+    @property
+    def returned(self) -> WantedGradients:
+        """The gradients that are made and returned: not a dW that is added to the caller's buffer."""
+        return self.wanted if self.problem.weight_grad_buffer is None else replace(self.wanted, weight=None)
 
 
 class Schedule(Protocol):

@@ -10,6 +10,9 @@ cannot know the upstream gradient, so reduction="none" takes `recompute`; and ca
 exponentials.
 
 fp16's gradients are kept in fp32 until the upstream gradient is known (WantedGradients.kept).
+
+Where dW is added to a buffer of the caller's, each chunk's is, in forward, for the upstream gradient that is expected.
+Backward adds what is missing where another comes, by `recompute`: two GEMMs more. So it has to be asked for.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from liger_cutedsl.route import Route
 from liger_cutedsl.row_statistics import RowStatistics, combined
 from liger_cutedsl.schedules import footprint
 from liger_cutedsl.schedules.exponentials import exponentials_buffer
-from liger_cutedsl.schedules.kept import KeptGradients
+from liger_cutedsl.schedules.kept import AddedInForward, KeptGradients
+from liger_cutedsl.schedules.recompute import state_of
 from liger_cutedsl.schedules.schedule import Task, gemms
 from liger_cutedsl.tiling import TILE_QUANTUM, slices, vocabulary_tiles
 
@@ -47,6 +51,8 @@ MOST_ROUNDINGS = 8
 def sum_dtypes(problem: Problem, wanted: WantedGradients) -> WantedGradients:
     """What dX, dW and db are summed in and kept until backward: dW in options.accum_dtype where that is wider."""
     kept, accum = wanted.kept(), problem.options.accum_dtype
+    if problem.weight_grad_buffer is not None:
+        return replace(kept, weight=wanted.weight, bias=wanted.bias and problem.compute_dtype)
     wider = kept.weight is not None and accum is not None and accum.itemsize > kept.weight.itemsize
     return replace(kept, weight=accum if wider else kept.weight, bias=wanted.bias and problem.compute_dtype)
 
@@ -63,6 +69,8 @@ def obstacle(engine, task: Task) -> str | None:
         return "a vocabulary split over ranks runs 'recompute'"
     if options.reduction == "none":
         return "reduction='none' knows its gradient's weights only in backward"
+    if problem.weight_grad_buffer is not None and (why := _not_in_forward(task)):
+        return f"{problem.weight_grad_buffer.name} {why}"
     if options.needs_slope_apart and task.settings.schedule != NAME:
         return "stored exponentials hold the softcap's slope, and label smoothing or an entropy needs both apart"
     if engine.dz_dtype(problem.gemm_dtype) == torch.float16:
@@ -74,12 +82,19 @@ def obstacle(engine, task: Task) -> str | None:
     return None
 
 
+def _not_in_forward(task: Task) -> str | None:
+    """Why dW is not added to the caller's buffer before backward."""
+    if task.settings.schedule != NAME:
+        return "gets its gradient in backward"
+    return task.problem.weight_grad_buffer.not_in_forward
+
+
 def plan(engine, task: Task, reason: str) -> Route:
     problem, wanted = task.problem, task.wanted
     sums, copies = sum_dtypes(problem, wanted), footprint.copied_bytes(task)
     allowed = footprint.budget(engine, task) + copies
     chunk = _fitting_chunk(engine, task, sums, allowed)
-    if roundings(problem, sums, chunk) > MOST_ROUNDINGS:
+    if roundings(problem, sums, chunk) > MOST_ROUNDINGS and problem.weight_grad_buffer is None:
         wide = replace(sums, weight=problem.compute_dtype)
         if footprint.single_pass_bytes(engine, task, wide, chunk) <= allowed:
             sums = wide
@@ -135,6 +150,8 @@ def forward(engine, task: Task, route: Route) -> tuple[LossOutput, KeptGradients
     del buffer, dz
     stats = combined(pieces, torch.cat) if len(pieces) > 1 else pieces[0]
     kept = KeptGradients.of(sink.take(), wanted, weigh().expected)
+    if problem.weight_grad_buffer is not None:
+        kept = AddedInForward(kept, state_of(stats, weigh().rows), problem.weight_grad_buffer)
     return objective.results(stats, weigh().rows, problem), kept
 
 
@@ -183,10 +200,13 @@ class _GradientSink:
     """Turns chunks of dz into dX, dW and db, for the upstream gradient that is expected.
 
     That enters dW with the last chunk, as a factor of the sum so far too: each sum before is the same whatever is
-    expected, and so is the result but for its one rounding.
+    expected, and so is the result but for its one rounding. A buffer of the caller's, which holds other gradients too,
+    gets each chunk's with it.
     """
 
     def __init__(self, engine, problem: Problem, sums: WantedGradients):
+        self.buffer = None if sums.weight is None else problem.weight_grad_buffer
+        sums = sums if self.buffer is None else replace(sums, weight=None)
         self.engine, self.gradients, self.tokens = engine, sums.allocate(problem), problem.tokens
 
     def add(
@@ -200,6 +220,10 @@ class _GradientSink:
         if grads.weight is not None:
             x = self.engine.gemm_operand(part.x)
             matmul(dz.t(), x, out=grads.weight, beta=0.0 if first else factor, alpha=weighing.alpha * factor)
+        if self.buffer is not None:
+            self.buffer.forward_began, rows = True, self.buffer.tensor[: part.vocab]
+            alpha = weighing.alpha * weighing.expected
+            matmul(dz.t(), self.engine.gemm_operand(part.x), out=rows, beta=1.0, alpha=alpha)
         if grads.bias is not None:
             alpha = weighing.alpha
             torch.mul(column_sums, alpha, out=grads.bias) if first else grads.bias.add_(column_sums, alpha=alpha)
