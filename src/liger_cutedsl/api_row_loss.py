@@ -95,6 +95,7 @@ def vocab_parallel_fused_linear_loss(
     return_log_probs: bool = False,
     return_entropy: bool = False,
     engine: str | None = None,
+    schedule: str | None = None,
     workspace_mb: float | None = None,
 ) -> torch.Tensor | RowLossOutput:
     """fused_linear_loss with W's rows split over the ranks of a group.
@@ -113,7 +114,7 @@ def vocab_parallel_fused_linear_loss(
         return_log_probs=return_log_probs,
         return_entropy=return_entropy,
     )
-    settings, split_of = Settings.resolve(engine, None, workspace_mb), over_ranks(group, vocab_start, vocab_size)
+    settings, split_of = Settings.resolve(engine, schedule, workspace_mb), over_ranks(group, vocab_start, vocab_size)
 
     tensors = (x, weight_shard, target, bias)
     return _called(tensors, options, row_loss, row_tensors, lambda p: run(p, settings, split_of))

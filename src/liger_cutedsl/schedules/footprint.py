@@ -18,7 +18,7 @@ from liger_cutedsl.tiling import CAST_COLUMNS, SPARE_COLUMNS
 def copied_bytes(task: Task, columns: int | None = None) -> int:
     """Copies that a schedule cannot do without: of the rows that count, and of inputs in another dtype, so many rows of
     weight at once; all of them if None."""
-    problem = task.problem
+    problem = task.local
     return task.beside + problem.casts_bytes(problem.gemm_dtype, problem.vocab if columns is None else columns)
 
 
@@ -74,12 +74,29 @@ def _scratch(engine, problem: Problem, wanted: WantedGradients, rows: int, colum
     return max(dx, dw)
 
 
-def single_pass_bytes(engine, task: Task, sums: WantedGradients, chunk: int) -> int:
-    """sums: what gradients are summed in, as single_pass.sum_dtypes says, until they are rounded."""
-    problem, wanted, copies = task.problem, task.wanted, copied_bytes(task)
+def buffers(task: Task, chunk: int) -> int:
+    """How many chunks' exponentials single_pass holds at a time: a split vocabulary's next one are there already."""
+    return 2 if task.split.sums_dx and chunk < task.problem.tokens else 1
+
+
+def _second_chunk_bytes(engine, task: Task, chunk: int, held: int) -> int:
+    """What a split vocabulary takes beside a chunk: another's exponentials and maxima, and dX's sum over the ranks."""
+    problem = task.local
+    if not task.split.sums_dx or problem.vocab == 0:
+        return 0
+    maxima = chunk * -(-problem.vocab // engine.exp_tile(problem)) * problem.compute_dtype.itemsize
+    dx = 0 if task.wanted.x is None else chunk * problem.hidden * problem.compute_dtype.itemsize
+    return (held - 1) * (_stored_bytes(engine, problem, chunk) + maxima) + dx
+
+
+def single_pass_bytes(engine, task: Task, sums: WantedGradients, chunk: int, held: int | None = None) -> int:
+    """sums: what gradients are summed in, as single_pass.sum_dtypes says, until they are rounded.  held: buffers(),
+    where another number is asked for."""
+    problem, wanted, copies = task.local, task.wanted, copied_bytes(task)
     returned = gradient_bytes(problem, wanted, task.dropped)
     summed = gradient_bytes(problem, sums)
-    forward = copies + summed + chunk_bytes(engine, problem, wanted, chunk) - returned
+    second = _second_chunk_bytes(engine, task, chunk, buffers(task, chunk) if held is None else held)
+    forward = copies + summed + chunk_bytes(engine, problem, wanted, chunk) + second - returned
     late = wanted.kept()  # float16's wait in float32
     changing = [final if final != kept else None for final, kept in zip(late, sums, strict=True)]
     rounding = copies + summed + gradient_bytes(problem, WantedGradients(*changing)) - returned
