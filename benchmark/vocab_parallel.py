@@ -61,7 +61,8 @@ class without_communication:
 
 
 def collective_ms(run) -> dict[str, float]:
-    """Device milliseconds of the NCCL kernels of one call, by collective. They include waiting for the other ranks."""
+    """Device milliseconds of the NCCL kernels of one call, by collective, on the slowest rank. They include waiting for
+    the other ranks."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
@@ -70,7 +71,7 @@ def collective_ms(run) -> dict[str, float]:
         for name in found:
             if "nccl" in event.key.lower() and name.replace("_", "") in event.key.lower().replace("_", ""):
                 found[name] += event.self_device_time_total / 1e3
-    return found
+    return {name: slowest(ms) for name, ms in found.items()}
 
 
 def slowest(value: float) -> float:
@@ -116,10 +117,7 @@ def rows_of(shape: Shape, rounds: int):
             dist.barrier()
             run()  # untimed, as in measure.py
             times[name].append(slowest(time_ms(run, "cuda")))
-    collectives = {
-        name: {kind: slowest(ms) for kind, ms in collective_ms(functools.partial(split, schedule)).items()}
-        for name, schedule in SPLIT.items()
-    }
+    collectives = {name: collective_ms(functools.partial(split, schedule)) for name, schedule in SPLIT.items()}
     for name in runs:
         ms = statistics.median(times[name])
         row = {"kind": "vocab_parallel", "implementation": name, "ranks": 1 if name.startswith("whole") else world}
