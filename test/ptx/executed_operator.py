@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from liger_cutedsl import fused_linear_log_probs
+from liger_cutedsl.schedules import single_pass
 from ptx import package
 from ptx.package import DTYPES
 from reference import GRADIENT_BOUND, Case, assert_close, check_case
@@ -96,9 +97,15 @@ def _rank(rank: int, store) -> None:
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     worker.ON_GPU = True  # whose tolerances are 16 bits' rounding of dz
-    for options, workspace_mb in (({}, None), (EVERYTHING, None), (EVERYTHING, 0.001)):
-        vectors = dict(bias=bool(options), ce_weight=bool(options))
+    single_pass.SMALLEST_CHUNK = 16  # two chunks of the last call
+    for options, workspace_mb, schedule in (
+        ({}, None, "auto"),
+        (EVERYTHING, None, "auto"),
+        (EVERYTHING, 0.001, "auto"),
+        ({"accum_dtype": torch.float32}, 0.001, "single_pass"),
+    ):
+        vectors = dict(bias=options == EVERYTHING, ce_weight=options == EVERYTHING)
         case = worker.Case(40, 64, 580, DTYPE, options=options, **vectors)
-        worker.check(case, [0, 301, 580], workspace_mb=workspace_mb, engine="cute")
+        worker.check(case, [0, 301, 580], workspace_mb=workspace_mb, engine="cute", schedule=schedule)
     dist.barrier()
     dist.destroy_process_group()
