@@ -101,9 +101,9 @@ def vocab_parallel_fused_linear_loss(
     """fused_linear_loss with W's rows split over the ranks of a group.
 
     x: (..., H), target: (...), row_loss and row_tensors the same on every rank, targets indexing the whole vocabulary.
-    weight_shard: (V_rank, H) and bias: (V_rank,), this rank's rows. group, vocab_start, vocab_size, errors: as in
-    vocab_parallel_fused_linear_cross_entropy. Results are the same on every rank; so are the gradients of x and of
-    row_tensors.
+    weight_shard: (V_rank, H) and bias: (V_rank,), this rank's rows.
+    group, vocab_start, vocab_size, schedule, errors: as in vocab_parallel_fused_linear_cross_entropy.
+    Results are the same on every rank; so are the gradients of x and of row_tensors.
     """
     options = dict(
         reduction=reduction,
