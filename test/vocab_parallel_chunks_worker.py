@@ -276,6 +276,10 @@ def suite_workspaces():
                     assert [size for kind, size in sent if kind == "sum"] == [64 + 128 * 24] * 2 + [64 + 44 * 24], sent
                     began_again = [kind for kind, _ in sent].count("gather") - 3 - (call == 0 or not gpu)
                     assert began_again == (call == 0), (call, sent)
+                head(x, shard, target)  # by the other schedule; back again, the chunk is known
+                with counted() as sent:
+                    right(run_once(x, shard, target, workspace_mb=mb, **SINGLE))
+                assert [kind for kind, _ in sent].count("gather") == 4, sent
             testing.reset()
     single_pass.SMALLEST_CHUNK = kept
 

@@ -80,8 +80,8 @@ class VocabShard:
         key = _key(group, said, device)
         if key in _known_shards:
             known = _known_shards[key]
-            limit = known.chunk_limits.get(kernels) if known.kinds.get(kernels) == kind else None
-            reads = known.shard.reads or limit is None or kernels not in known.headers
+            limit = known.chunk_limits.get((kernels, kind))
+            reads = known.shard.reads or known.kinds.get(kernels) != kind or kernels not in known.headers
             return replace(known.shard, group=group, kernels=kernels, kind=kind, reads=reads, chunk_limit=limit)
         guess = _placed(said, rows * dist.get_rank(group), rows * dist.get_world_size(group))
         return replace(guess, group=group, kernels=kernels, kind=kind)
@@ -155,8 +155,8 @@ def _on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 @dataclass
 class _Known:
-    """shard: where one lies.  By the kernels of a call: kinds, chunk_limits: what ranks agreed on last; headers: all
-    ranks' in later calls, on the device."""
+    """shard: where one lies.  By the kernels of a call: kinds: that of the last agreement; headers: all ranks' in later
+    calls, on the device.  chunk_limits: what they agreed on, by kernels and kind."""
 
     shard: VocabShard
     kinds: dict[tuple, tuple] = field(default_factory=dict)
@@ -196,7 +196,7 @@ def _agreed(shard: VocabShard, headers: torch.Tensor) -> torch.Tensor:
     if key not in _known_shards or _known_shards[key].shard != own:
         _known_shards[key] = _Known(own)
     known = _known_shards[key]
-    known.kinds[shard.kernels], known.chunk_limits[shard.kernels] = shard.kind, limit
+    known.kinds[shard.kernels], known.chunk_limits[shard.kernels, shard.kind] = shard.kind, limit
     known.headers.pop(shard.kernels, None)
     if told != [other.header(limit) for other in shards]:
         raise OtherShards
