@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from benchmark.measure import Shape
 from benchmark.records import H200, read
 from benchmark.sweeps import REFERENCE
-from liger_cutedsl.route import DEFAULT_WORKSPACE_MB
-from liger_cutedsl.schedules.single_pass import SPLIT_CHUNK
+from liger_cutedsl.route import DEFAULT_SPLIT_CHUNK, DEFAULT_WORKSPACE_MB
 from liger_cutedsl.split import equal_chunk
 from liger_cutedsl.tiling import DW_PASS_TOKENS
 
@@ -107,18 +106,20 @@ def _predict_overlapped(part: Shape, gpu: Gpu) -> tuple[float, float]:
     beyond the next chunk's exponentials, which the last chunk lacks; dX's sum beyond dW. What they take from those
     products, multiprocessors and bandwidth, is left out."""
     n, v, h = part.tokens, part.vocab, part.hidden
-    chunk = equal_chunk(SPLIT_CHUNK, n)
+    chunk = equal_chunk(DEFAULT_SPLIT_CHUNK, n)
     chunks = -(-n // chunk)
-    row = 2 * v + 8 * v / 192
     operations = (3 * n + DW_PASS_TOKENS * chunks) * 2 * v * h
-    # exponentials stored, read, written; dX's sum written, read and rounded
-    moved = 8 * n * v / 192 + 4 * n * v + 8 * n * h
+    # exponentials stored, read, written; dX's sum written, read and rounded. Where its blocks are fewer than the H200's
+    # multiprocessors, it is computed in two parts that are added (gemm.py)
+    in_parts = chunk / 128 * h / 256 < 132
+    moved = 8 * n * v / 192 + 4 * n * v + (8 + 36 * in_parts) * n * h
     product_ms = 2 * chunk * v * h / (gpu.tflops * 1e12) * 1e3
     reduce_ms = 4 * chunk * h / ALL_REDUCE_BYTES * 1e3 + COLLECTIVE_MS
     shown_ms = COLLECTIVE_MS + (chunks - 1) * max(0.0, COLLECTIVE_MS - product_ms)
     shown_ms += chunks * max(0.0, reduce_ms - product_ms)
     ms = operations / (gpu.tflops * 1e12) * 1e3 + moved / (gpu.tbytes * 1e12) * 1e3 + shown_ms
-    workspace = row * chunk + (2 * v * chunk + 4 * v / 192 * chunk) * (chunks > 1) + 4 * chunk * h
+    first = max(8 * v / 192 * chunk, 12 * chunk * h * in_parts)  # tiles' maxima and sums, then the two parts
+    workspace = 2 * v * chunk + first + (2 * v + 4 * v / 192) * chunk * (chunks > 1) + 4 * chunk * h
     return ms, (4 * (n * h + v * h) + workspace) / 1e6
 
 

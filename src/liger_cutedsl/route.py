@@ -14,6 +14,8 @@ SCHEDULES = ("recompute", "single_pass")
 DEFAULT_WORKSPACE_MB = 560.0
 # Of the heads measured on an H200, each was within 3% of its best chunk at this width, and up to 8% off below it.
 DEFAULT_CHUNK = 2048
+# Of a split vocabulary, which has two chunks at a time: together they hold what one process's does.
+DEFAULT_SPLIT_CHUNK = DEFAULT_CHUNK // 2
 
 REPLACED = "what the operator takes that this one replaces"  # a source of Settings: no wish of the user's
 

@@ -10,7 +10,7 @@ import torch
 
 from liger_cutedsl import gemm
 from liger_cutedsl.call import Problem, WantedGradients
-from liger_cutedsl.route import DEFAULT_CHUNK
+from liger_cutedsl.route import DEFAULT_CHUNK, DEFAULT_SPLIT_CHUNK
 from liger_cutedsl.schedules.schedule import Task
 from liger_cutedsl.tiling import CAST_COLUMNS, SPARE_COLUMNS
 
@@ -42,7 +42,12 @@ def _default_chunk(engine, task: Task) -> int:
     if task.local.vocab == 0:
         return 0
     sums = 0 if task.wanted.bias is None else task.local.vocab * task.problem.compute_dtype.itemsize
-    return chunk_bytes(engine, task.local, task.wanted, DEFAULT_CHUNK) + sums
+    one = chunk_bytes(engine, task.local, task.wanted, DEFAULT_CHUNK)
+    if task.split.sums_dx and task.settings.single_pass:
+        half = DEFAULT_SPLIT_CHUNK
+        two = chunk_bytes(engine, task.local, task.wanted, half) + _second_chunk_bytes(engine, task, half, 2)
+        return max(one, two) + sums
+    return one + sums
 
 
 def chunk_bytes(engine, problem: Problem, wanted: WantedGradients, rows: int) -> int:

@@ -27,7 +27,7 @@ from liger_cutedsl.call import Gradients, Problem, WantedGradients
 from liger_cutedsl.cross_entropy import LossOutput
 from liger_cutedsl.gemm import matmul
 from liger_cutedsl.objective import RowWeights, dz_unit, row_weights
-from liger_cutedsl.route import DEFAULT_CHUNK, Route
+from liger_cutedsl.route import DEFAULT_CHUNK, DEFAULT_SPLIT_CHUNK, Route
 from liger_cutedsl.row_statistics import combined
 from liger_cutedsl.schedules import chunk_dz, footprint, overlapped
 from liger_cutedsl.schedules.exponentials import exponentials_buffer
@@ -51,9 +51,9 @@ MOST_ROUNDINGS = 8
 # whether chunks fit, too.)
 SPLIT_ONLY_WHERE_ASKED_FOR = "'single_pass' over a split vocabulary was not measured on GPUs: it is taken if asked for"
 
-# Tokens of a chunk of a split vocabulary, of which there are two at a time: by default they hold together what one
-# process's chunk does. With a workspace that the user names, as many as fit, but no more than gain anything.
-SPLIT_CHUNK, LARGEST_SPLIT_CHUNK = DEFAULT_CHUNK // 2, 2 * DEFAULT_CHUNK
+# Tokens of a chunk of a split vocabulary where the user names a workspace: as many as fit, but no more than gain
+# anything.
+LARGEST_SPLIT_CHUNK = 2 * DEFAULT_CHUNK
 
 
 def sum_dtypes(problem: Problem, wanted: WantedGradients) -> WantedGradients:
@@ -133,7 +133,7 @@ def _fitting_chunk(engine, task: Task, sums: WantedGradients, allowed: int) -> i
 def _fitting_split_chunk(engine, task: Task, sums: WantedGradients, allowed: int) -> int:
     """The tokens of a chunk of which two, and a sum of dX beside them, fit the allowed bytes, however many tokens there
     are; SMALLEST_CHUNK where none does."""
-    most = SPLIT_CHUNK if task.settings.workspace_mb is None else LARGEST_SPLIT_CHUNK
+    most = DEFAULT_SPLIT_CHUNK if task.settings.workspace_mb is None else LARGEST_SPLIT_CHUNK
     sizes = range(most, SMALLEST_CHUNK, -TILE_QUANTUM)
     fitting = (n for n in sizes if footprint.single_pass_bytes(engine, task, sums, n, held=2) <= allowed)
     return next(fitting, SMALLEST_CHUNK)
