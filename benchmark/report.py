@@ -115,7 +115,8 @@ def options_table(rows: list[dict]) -> str:
 
 def split_table(rows: list[dict]) -> str:
     """The vocabulary split over GPUs, from the two-GPU results, next to what the roofline model predicts."""
-    body, found = [], {(r["vocab"], r["implementation"]): r for r in rows if r["kind"] == "vocab_parallel"}
+    those = [r for r in rows if r["kind"] == "vocab_parallel" and r["tokens"] == 8192]
+    body, found = [], {(r["vocab"], r["implementation"]): r for r in those}
     for vocab in dict.fromkeys(v for v, _ in found):
         shape = Shape(8192, vocab, 4096)
         whole, recompute, split, silent = (

@@ -9,12 +9,14 @@ of them was measured here.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 from benchmark.measure import Shape
 from benchmark.records import H200, read
 from benchmark.sweeps import REFERENCE
-from liger_cutedsl.route import DEFAULT_WORKSPACE_MB
+from liger_cutedsl.route import DEFAULT_SPLIT_CHUNK, DEFAULT_WORKSPACE_MB
+from liger_cutedsl.split import equal_chunk
 from liger_cutedsl.tiling import DW_PASS_TOKENS
 
 MIB = 2**20
@@ -77,16 +79,48 @@ def predict(schedule: str, shape: Shape, gpu: Gpu) -> tuple[float, float]:
 ALL_REDUCE_BYTES = 350e9
 
 
-def predict_vocab_parallel(shape: Shape, gpu: Gpu, ranks: int) -> tuple[float, float]:
-    """(ms, peak MB of a rank) of `recompute` with the vocabulary split over ranks. dX's all-reduce (N × H in fp32)
-    runs under the last dW GEMM, of a vocabulary tile or of all; what does not fit under it is added."""
+# Milliseconds from the beginning of a collective of a few numbers to its end: a guess.
+COLLECTIVE_MS = 0.03
+
+
+def predict_vocab_parallel(shape: Shape, gpu: Gpu, ranks: int, schedule: str = "recompute") -> tuple[float, float]:
+    """(ms, peak MB of a rank) with the vocabulary split over ranks, for "recompute" or "single_pass".
+
+    recompute: dX's all-reduce (N × H in fp32) runs under the last dW GEMM, of a vocabulary tile or of all; what does
+    not fit under it is added.
+    """
     part = replace(shape, vocab=-(-shape.vocab // ranks))
-    ms, mb = predict("recompute", part, gpu)
+    if schedule == "single_pass" and ranks > 1:
+        return _predict_overlapped(part, gpu)
+    ms, mb = predict(schedule, part, gpu)
     if ranks > 1:
         reduce_ms = 4 * shape.tokens * shape.hidden / ALL_REDUCE_BYTES * 1e3
         hidden_ms = 2 * shape.tokens * min(part.vocab, 8000) * shape.hidden / (gpu.tflops * 1e12) * 1e3
         ms += max(0.0, reduce_ms - hidden_ms)
     return ms, mb
+
+
+def _predict_overlapped(part: Shape, gpu: Gpu) -> tuple[float, float]:
+    """`single_pass` over ranks, of which each has `part`, with the default budget: two chunks of exponentials, dX of a
+    chunk in fp32. Added is what the collectives of a chunk take beyond the products that they run under: the gather
+    beyond the next chunk's exponentials, which the last chunk lacks; dX's sum beyond dW. What they take from those
+    products, multiprocessors and bandwidth, is left out."""
+    n, v, h = part.tokens, part.vocab, part.hidden
+    chunk = equal_chunk(DEFAULT_SPLIT_CHUNK, n)
+    chunks = -(-n // chunk)
+    operations = (3 * n + DW_PASS_TOKENS * chunks) * 2 * v * h
+    # exponentials stored, read, written; dX's sum written, read and rounded. Where its blocks are fewer than the H200's
+    # multiprocessors, it is computed in two parts that are added (gemm.py)
+    in_parts = chunk / 128 * h / 256 < 132
+    moved = 8 * n * v / 192 + 4 * n * v + (8 + 36 * in_parts) * n * h
+    product_ms = 2 * chunk * v * h / (gpu.tflops * 1e12) * 1e3
+    reduce_ms = 4 * chunk * h / ALL_REDUCE_BYTES * 1e3 + COLLECTIVE_MS
+    shown_ms = COLLECTIVE_MS + (chunks - 1) * max(0.0, COLLECTIVE_MS - product_ms)
+    shown_ms += chunks * max(0.0, reduce_ms - product_ms)
+    ms = operations / (gpu.tflops * 1e12) * 1e3 + moved / (gpu.tbytes * 1e12) * 1e3 + shown_ms
+    first = max(8 * v / 192 * chunk, 12 * chunk * h * in_parts)  # tiles' maxima and sums, then the two parts
+    workspace = 2 * v * chunk + first + (2 * v + 4 * v / 192) * chunk * (chunks > 1) + 4 * chunk * h
+    return ms, (4 * (n * h + v * h) + workspace) / 1e6
 
 
 def check(rows: list[dict]) -> list[tuple[str, str, float, float, float]]:
@@ -117,9 +151,9 @@ def main(gpu: str) -> int:
     for schedule in ("forward", "floor", "single_pass", "recompute"):
         ms, mb = predict(schedule, REFERENCE, chosen)
         print(f"  {schedule:12} {ms:7.2f} ms  {mb:7.0f} MB")
-    for ranks in (1, 2, 4, 8):
-        ms, mb = predict_vocab_parallel(REFERENCE, chosen, ranks)
-        print(f"  recompute, vocabulary over {ranks} GPUs (PREDICTED) {ms:7.2f} ms  {mb:7.0f} MB a GPU")
+    for schedule, ranks in itertools.product(("recompute", "single_pass"), (1, 2, 4, 8)):
+        ms, mb = predict_vocab_parallel(REFERENCE, chosen, ranks, schedule)
+        print(f"  {schedule:11}, vocabulary over {ranks} GPUs (PREDICTED) {ms:7.2f} ms  {mb:7.0f} MB a GPU")
     if gpu in ("b200", "b300"):
         for name, (ms, mb) in PUBLISHED_B200.items():
             print(f"  {name:20} {ms:.2f} ms  {mb:.0f} MB on a B200, as published there")

@@ -2,14 +2,16 @@
 
 torchrun --nproc-per-node 2 -m benchmark.vocab_parallel     into benchmark/results/<gpu>-x2.json
 
-For each vocabulary, interleaved on every rank: the whole head on one GPU (each rank runs it by itself), the split head,
-and the split head with its collectives left out (dX stays each rank's own share): its time is that of the split head
-without communication. Time is that of the slowest rank.
+For each shape, interleaved on every rank: the whole head on one GPU (each rank runs it by itself), the split head by
+both schedules, and each with its collectives left out (dX stays each rank's own share): its time is that of the split
+head without communication. Time is that of the slowest rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import os
 import statistics
@@ -23,7 +25,9 @@ import liger_cutedsl
 from benchmark.measure import Shape, peak_mb, time_ms
 from benchmark.records import RESULTS, environment, slug
 
-VOCABULARIES = (128256, 262144)
+SHAPES = (Shape(8192, 128256, 4096), Shape(8192, 262144, 4096), Shape(1024, 128256, 4096))
+# "auto" is recompute: the name that its rows have
+SPLIT = {"split": "auto", "split, single_pass": "single_pass"}
 
 
 class _Nothing:
@@ -34,19 +38,21 @@ class _Nothing:
 
 
 class without_communication:
-    """The collectives of vocab_parallel.py return at once: a gather with what it gave the first time."""
+    """The collectives of a split head return at once: each gather of a call with what it gave the first time."""
 
     def __init__(self):
-        self.gathered = None
+        self.gathered = []
 
     def __enter__(self):
-        self._kept = dist.all_gather_into_tensor, dist.all_reduce
+        self._kept, turn = (dist.all_gather_into_tensor, dist.all_reduce), itertools.count()
 
-        def gather(out, packed, **how):
-            if self.gathered is None:
+        def gather(out, packed, async_op=False, **how):
+            index = next(turn)
+            if index == len(self.gathered):
                 self._kept[0](out, packed, **how)
-                self.gathered = out.clone()
-            out.copy_(self.gathered)
+                self.gathered.append(out.clone())
+            out.copy_(self.gathered[index])
+            return _Nothing() if async_op else None
 
         dist.all_gather_into_tensor, dist.all_reduce = gather, lambda *_, **__: _Nothing()
 
@@ -55,7 +61,8 @@ class without_communication:
 
 
 def collective_ms(run) -> dict[str, float]:
-    """Device milliseconds of the NCCL kernels of one call, by collective. They include waiting for the other ranks."""
+    """Device milliseconds of the NCCL kernels of one call, by collective, on the slowest rank. They include waiting for
+    the other ranks."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
@@ -64,7 +71,7 @@ def collective_ms(run) -> dict[str, float]:
         for name in found:
             if "nccl" in event.key.lower() and name.replace("_", "") in event.key.lower().replace("_", ""):
                 found[name] += event.self_device_time_total / 1e3
-    return found
+    return {name: slowest(ms) for name, ms in found.items()}
 
 
 def slowest(value: float) -> float:
@@ -73,9 +80,8 @@ def slowest(value: float) -> float:
     return round(float(values), 4)
 
 
-def rows_of(vocab: int, rounds: int):
-    rank, world = dist.get_rank(), dist.get_world_size()
-    shape = Shape(8192, vocab, 4096)
+def rows_of(shape: Shape, rounds: int):
+    rank, world, vocab = dist.get_rank(), dist.get_world_size(), shape.vocab
     x, weight, target = shape.inputs("cuda")
     shard = weight.detach()[vocab * rank // world : vocab * (rank + 1) // world].clone().requires_grad_()
 
@@ -86,36 +92,38 @@ def rows_of(vocab: int, rounds: int):
 
         return run
 
-    def split():
+    def split(schedule):
         x.grad = shard.grad = None
-        liger_cutedsl.vocab_parallel_fused_linear_cross_entropy(x, shard, target).backward()
+        liger_cutedsl.vocab_parallel_fused_linear_cross_entropy(x, shard, target, schedule=schedule).backward()
 
-    silence = without_communication()
-
-    def silent():
+    def silent(schedule, silence):
         with silence:
-            split()
+            split(schedule)
 
-    runs = {"whole, default": whole("auto"), "whole, recompute": whole("recompute"), "split": split, "silent": silent}
+    runs = {"whole, default": whole("auto"), "whole, recompute": whole("recompute")}
+    for name, schedule in SPLIT.items():
+        split(schedule)  # the first call, which the ranks begin by agreeing
+        runs[name] = functools.partial(split, schedule)
+        runs[name.replace("split", "silent")] = functools.partial(silent, schedule, without_communication())
     peaks, times = {}, {name: [] for name in runs}
     for name, run in runs.items():
         run()
         run()
         x.grad = weight.grad = shard.grad = None
         dist.barrier()
-        peaks[name] = peak_mb(run, (x, shard if name in ("split", "silent") else weight), "cuda")
+        peaks[name] = peak_mb(run, (x, weight if name.startswith("whole") else shard), "cuda")
     for _ in range(rounds):
         for name, run in runs.items():
             dist.barrier()
             run()  # untimed, as in measure.py
             times[name].append(slowest(time_ms(run, "cuda")))
-    collectives = {name: slowest(ms) for name, ms in collective_ms(split).items()}
+    collectives = {name: collective_ms(functools.partial(split, schedule)) for name, schedule in SPLIT.items()}
     for name in runs:
         ms = statistics.median(times[name])
-        row = {"kind": "vocab_parallel", "implementation": name, "ranks": world if name in ("split", "silent") else 1}
+        row = {"kind": "vocab_parallel", "implementation": name, "ranks": 1 if name.startswith("whole") else world}
         row |= {"tokens": shape.tokens, "vocab": vocab, "hidden": shape.hidden, "ms": round(ms, 4)}
         row |= {"least_ms": min(times[name]), "greatest_ms": max(times[name]), "peak_mb": slowest(peaks[name])}
-        yield row | (collectives if name == "split" else {})
+        yield row | collectives.get(name, {})
 
 
 def obstacle() -> str | None:
@@ -142,8 +150,8 @@ def main() -> int:
     world = dist.get_world_size()
     command = f"torchrun --nproc-per-node {world} -m benchmark.vocab_parallel"
     lines = [environment("cuda", command)]
-    for vocab in VOCABULARIES:
-        lines += rows_of(vocab, chosen.rounds)
+    for shape in SHAPES:
+        lines += rows_of(shape, chosen.rounds)
         torch.cuda.empty_cache()
     if dist.get_rank() == 0:
         path = Path(chosen.out) if chosen.out else RESULTS / f"{slug('cuda')}-x{world}.json"

@@ -9,6 +9,7 @@ from liger_cutedsl.call import WantedGradients
 from liger_cutedsl.route import Settings
 from liger_cutedsl.schedules import footprint, single_pass
 from liger_cutedsl.schedules.schedule import Task
+from liger_cutedsl.split import PlannedShare
 from reference import EVERY_OPTION, Case, on_a_gpu
 from test_autograd import peak_bytes
 
@@ -177,3 +178,21 @@ def test_the_default_takes_the_chunk_that_it_holds(h200, vocab, hidden):
     problem = on_a_gpu(8192, hidden, vocab, torch.bfloat16, {})
     route = single_pass.plan(h200, Task(problem, WantedGradients.of(problem), Settings()), "")
     assert route.chunk == 2048 and route.workspace_bytes <= Settings().budget(route.workspace_bytes)
+
+
+@pytest.mark.parametrize("vocab", [128256, 262144])
+def test_two_chunks_of_a_split_vocabulary_take_less_than_a_third_of_what_is_there(h200, vocab):
+    """Of inputs and gradients of a rank of two, by default; with a workspace of the user's, as much as it says."""
+    problem = on_a_gpu(8192, 4096, vocab // 2, torch.bfloat16, {})
+    wanted, there = WantedGradients.of(problem), 4 * 4096 * (8192 + vocab // 2)
+    auto = single_pass.obstacle(h200, Task(problem, wanted, Settings(), PlannedShare()))
+    assert "not measured on GPUs" in auto
+    route = single_pass.plan(h200, Task(problem, wanted, Settings(schedule="single_pass"), PlannedShare()), "")
+    assert (route.chunk, route.chunk_limit, route.buffers, route.gemms) == (1024, 1024, 2, 3)
+    assert route.workspace_bytes <= 0.30 * there
+    for mb in (200, 900, 4000):
+        settings = Settings(schedule="single_pass", workspace_mb=mb)
+        route = single_pass.plan(h200, Task(problem, wanted, settings, PlannedShare()), "")
+        limit = route.chunk_limit
+        assert 512 <= route.chunk <= limit <= 4096
+        assert route.workspace_bytes <= mb * MIB or limit == 512

@@ -40,6 +40,7 @@ routing
 schedules
 schedules.*
 split
+rounds
 shards
 engines
 engines.cute_engine engines.torch_engine

@@ -103,9 +103,15 @@ def check(case: Case, bounds, padding=0, **call):
             twice = 2 if name == "db" and ON_GPU else 1  # as in reference.py
             assert_close(got[:valid], want[start:stop], twice * bound, name, size=float(want.norm()))
             assert torch.count_nonzero(got[valid:]) == 0, "padding got a gradient"
-    everyone = [torch.empty_like(xs.grad) for _ in range(WORLD)]
-    dist.all_gather(everyone, xs.grad)
-    assert all(torch.equal(everyone[0], other) for other in everyone), "dx differs between ranks"
+    same_everywhere(dx=xs.grad, **out._asdict())
+
+
+def same_everywhere(**tensors):
+    """The same bits on every rank."""
+    for name, tensor in tensors.items():
+        everyone = [torch.empty_like(tensor) for _ in range(WORLD)]
+        dist.all_gather(everyone, tensor.detach().contiguous())
+        assert all(torch.equal(everyone[0], other) for other in everyone), f"{name} differs between ranks"
 
 
 def suite_options():
@@ -152,6 +158,10 @@ def suite_log_probs():
 
 
 def suite_row_losses():
+    check_row_losses(workspace_mb=0.01)
+
+
+def check_row_losses(**how):
     """A loss of the caller's own and all of its gradients, over shards of all kinds, one of them a DTensor's."""
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
@@ -175,9 +185,9 @@ def suite_row_losses():
             xs.requires_grad_()
         if kind in ("dtensor", "sequence"):
             heads = [DTensor.from_local(v, mesh, [Shard(0)]) for v in own]
-            got = fused_linear_loss(xs, heads[0], labels, row_loss, *rows, bias=heads[1], **logits)
+            got = fused_linear_loss(xs, heads[0], labels, row_loss, *rows, bias=heads[1], **logits, **how)
         else:
-            split = dict(bias=own[1], workspace_mb=0.01, **logits)
+            split = dict(bias=own[1], **logits, **how)
             got = vocab_parallel_fused_linear_loss(x, own[0], target, row_loss, *rows, **split)
         leaves = [v.detach().double().requires_grad_() for v in (x, weight, bias, *rows)]
         want, aux = expected_row_loss(*leaves[:2], target, row_loss, *leaves[3:], bias=leaves[2], **logits)
@@ -261,7 +271,7 @@ def suite_bytes():
         sent.clear()
         out = vocab_parallel_fused_linear_cross_entropy(x, weight, target, **options)
         (out if torch.is_tensor(out) else out.loss).backward()
-        assert sent == [("gather", 4 * (numbers * n + 4)), ("reduce", 4 * n * h)], sent
+        assert sent == [("gather", 4 * (numbers * n + 5)), ("reduce", 4 * n * h)], sent
     sent.clear()
     frozen = vocab_parallel_fused_linear_cross_entropy(x.detach(), weight, target)
     frozen.backward()
@@ -604,7 +614,8 @@ def suite_failure():
     raise SystemExit("the collective succeeded without a rank")
 
 
-if __name__ == "__main__":
+def main(suites: dict) -> None:
+    """The suites named on the command line, as functions of a module's globals."""
     torch.set_num_threads(1)
     if ON_GPU:
         torch.cuda.set_device(RANK)
@@ -613,9 +624,13 @@ if __name__ == "__main__":
     backend = "nccl" if ON_GPU else "gloo"
     dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD, timeout=timedelta(seconds=120))
     for suite in sys.argv[1:]:
-        globals()[f"suite_{suite}"]()
+        suites[f"suite_{suite}"]()
     print(f"rank {RANK} done", flush=True)
     if sys.argv[1] != "failure":
         dist.barrier()
         dist.destroy_process_group()
     os._exit(0)
+
+
+if __name__ == "__main__":
+    main(globals())

@@ -16,7 +16,7 @@ from liger_cutedsl.cross_entropy import LossOutput
 from liger_cutedsl.entering import entered, flattened
 from liger_cutedsl.options import LossOptions, suggesting
 from liger_cutedsl.route import Route, Settings
-from liger_cutedsl.split import over_ranks
+from liger_cutedsl.split import WHOLE, PlannedShare, over_ranks
 from liger_cutedsl.weight_grad_buffer import WeightGradBuffer
 from liger_cutedsl.without_data import planned
 
@@ -122,6 +122,7 @@ def vocab_parallel_fused_linear_cross_entropy(
     weight_grad_buffer: torch.Tensor | None = None,
     gradient_accumulation_fusion: bool = False,
     engine: str | None = None,
+    schedule: str | None = None,
     workspace_mb: float | None = None,
 ) -> torch.Tensor | LossOutput:
     """fused_linear_cross_entropy with W's rows split over the ranks of a group.
@@ -140,6 +141,9 @@ def vocab_parallel_fused_linear_cross_entropy(
     The sizes come with the first call's numbers (whose forward runs again where shards are unequal), and are not waited
     for later: on a GPU, a call in which only some ranks' shards changed has a loss of NaN on the others. Two heads that
     are equal on one rank and not on another are told apart by vocab_size.
+    schedule="single_pass" (or LIGER_CUTEDSL_SCHEDULE) on all ranks takes three products where "auto" takes four; chunks
+    have the tokens that fit the budget of every rank. A schedule or workspace_mb that is another than in the last call
+    is read on the host once; where that is so on some ranks only, they raise ValueError and the others get NaN.
     In the first call of a set of options and dtypes the ranks agree on an engine. A kernel that fails on one rank later
     raises there, and gives NaN on the others; a rank that fails otherwise leaves them to their group's timeout.
     """
@@ -163,7 +167,7 @@ def vocab_parallel_fused_linear_cross_entropy(
     problem = Problem(x, weight_shard, target, bias, ce_weight, LossOptions(**options), weight_grad_buffer=buffer)
 
     return run(
-        problem, Settings.resolve(engine, None, workspace_mb), over_ranks(group, vocab_start, vocab_size)
+        problem, Settings.resolve(engine, schedule, workspace_mb), over_ranks(group, vocab_start, vocab_size)
     ).result(shape)
 
 
@@ -251,8 +255,12 @@ def explain(
     engine: str | None = None,
     schedule: str | None = None,
     workspace_mb: float | None = None,
+    split: bool = False,
 ) -> Route:
     """The route fused_linear_cross_entropy would take with these arguments, without running anything.
+
+    split: that of vocab_parallel_fused_linear_cross_entropy, with weight, bias and ce_weight this rank's rows, if all
+        ranks had as much room; Route.chunk_limit is what they would have to agree on. No process group is needed.
 
     Takes tensors without data too: fake ones, and meta ones, which are taken for the GPU's where there is one, else for
     the CPU's. target may be left out, for one without ignored entries; a given one is read, as a call does. (While a
@@ -283,7 +291,8 @@ def explain(
     problem = Problem(x, weight, target, bias, ce_weight, options, dense, weight_grad_buffer=buffer)
     check_tensors(problem)
     settings = Settings.resolve(engine, schedule, workspace_mb)
-    route = explained(planned(problem), WantedGradients.of(problem), settings)
+    share = PlannedShare() if split else WHOLE
+    route = explained(planned(problem), WantedGradients.of(problem), settings, share)
     if not x.is_meta:
         return route
     return replace(route, reason=f"{route.reason} (meta tensors, taken for {planned_device(x.device).type}'s)")

@@ -108,14 +108,16 @@ def vocab_parallel_fused_linear_loss(
     weight_grad_buffer: torch.Tensor | None = None,
     gradient_accumulation_fusion: bool = False,
     engine: str | None = None,
+    schedule: str | None = None,
     workspace_mb: float | None = None,
 ) -> torch.Tensor | RowLossOutput:
     """fused_linear_loss with W's rows split over the ranks of a group.
 
     x: (..., H), target: (...), row_loss and row_tensors the same on every rank, targets indexing the whole vocabulary.
-    weight_shard: (V_rank, H) and bias: (V_rank,), this rank's rows. group, vocab_start, vocab_size, weight_grad_buffer,
-    gradient_accumulation_fusion, errors: as in vocab_parallel_fused_linear_cross_entropy. Results are the same on every
-    rank; so are the gradients of x and of row_tensors.
+    weight_shard: (V_rank, H) and bias: (V_rank,), this rank's rows.
+    group, vocab_start, vocab_size, weight_grad_buffer, gradient_accumulation_fusion, schedule, errors: as in
+        vocab_parallel_fused_linear_cross_entropy.
+    Results are the same on every rank; so are the gradients of x and of row_tensors.
     """
     options = dict(
         reduction=reduction,
@@ -126,7 +128,7 @@ def vocab_parallel_fused_linear_loss(
         return_log_probs=return_log_probs,
         return_entropy=return_entropy,
     )
-    settings, split_of = Settings.resolve(engine, None, workspace_mb), over_ranks(group, vocab_start, vocab_size)
+    settings, split_of = Settings.resolve(engine, schedule, workspace_mb), over_ranks(group, vocab_start, vocab_size)
 
     tensors = (x, weight_shard, target, bias)
     buffer = WeightGradBuffer.of(weight_shard, weight_grad_buffer, gradient_accumulation_fusion)

@@ -157,18 +157,22 @@ def begun(
     return use(call)
 
 
-def explained(problem: Problem, wanted: WantedGradients, settings: Settings) -> Route:
+def explained(problem: Problem, wanted: WantedGradients, settings: Settings, split: Split = WHOLE) -> Route:
     """The route that begun() takes, of a checked problem, where no row needs to be dropped or these targets say so."""
     if problem.dense or shapes_only(*(getattr(problem, name) for name in TENSORS)):
-        return planned(Task(replace(problem, dense=True), wanted, settings))[1]
-    check = TargetCheck(problem)
+        return planned(Task(replace(problem, dense=True), wanted, settings, split))[1]
+    check = TargetCheck(problem, split.vocab)
     rows = check.rows()
     part = check.whole() if rows.keep is None else replace(problem.of(slice(len(rows.keep))), dense=True)
-    return planned(Task(part, wanted, settings, dropped=rows.dropped, beside=rows.bytes(problem)))[1]
+    return planned(Task(part, wanted, settings, split, dropped=rows.dropped, beside=rows.bytes(problem)))[1]
 
 
 def _planned(task: Task, rows: Rows, whole: Problem, confirm=None) -> Call:
-    engine, route = planned(task, confirm)
+    try:
+        engine, route = planned(task, confirm)
+    except RuntimeError:
+        task.split.refused(task.problem)
+        raise
     warn_about_fallback(route)
     return Call(task, engine, route, rows, whole)
 
@@ -212,13 +216,13 @@ def gradients_of(call: Call, state, upstream: NamedTuple) -> Gradients:
 def run(
     problem: Problem,
     settings: Settings,
-    split_of: Callable[[Problem], Split] | None = None,
+    split_of: Callable[[Problem, WantedGradients, Settings], Split] | None = None,
     around_backward: Callable = contextlib.nullcontext,
 ) -> NamedTuple:
     """Checks, routes and runs a problem under autograd. Returns the results of its objective.
 
     split_of: what gives this process's share of a vocabulary over ranks, for a problem that holds its rows of weight,
-    bias and ce_weight; asked again where the ranks turn out to have other shares than they thought.
+    bias and ce_weight; asked again where the ranks turn out to have other shares, or budgets, than they thought.
     around_backward: makes a context that backward enters before it looks at x, weight and bias (as ZeRO-3 gathers a
         parameter), and leaves when their gradients are computed.
     """
@@ -226,7 +230,9 @@ def run(
     wanted = WantedGradients.of(problem)
 
     def attempt():
-        split, history = WHOLE if split_of is None else split_of(problem), history_of(problem, wanted)
+        split = WHOLE if split_of is None else split_of(problem, wanted, settings)
+        # ranks may expect different things, which their shares of dX would then be of
+        history = history_of(problem, wanted) if split is WHOLE else None
         expected = None if history is None else history.expected
 
         def applied(call: Call) -> NamedTuple:

@@ -14,6 +14,8 @@ SCHEDULES = ("recompute", "single_pass")
 DEFAULT_WORKSPACE_MB = 560.0
 # Of the heads measured on an H200, each was within 3% of its best chunk at this width, and up to 8% off below it.
 DEFAULT_CHUNK = 2048
+# Of a split vocabulary, which has two chunks at a time: together they hold what one process's does.
+DEFAULT_SPLIT_CHUNK = DEFAULT_CHUNK // 2
 
 REPLACED = "what the operator takes that this one replaces"  # a source of Settings: no wish of the user's
 
@@ -26,7 +28,9 @@ class Route:
     schedule: "recompute" or "single_pass"; "liger" is what the triton engine brings along.
     dtype: what x and weight are multiplied in.
     tile_width: columns of a vocabulary tile of recompute.  kept: columns whose exponentials it keeps until backward
-        instead of recomputing them.  chunk: tokens of a chunk of single_pass.  dw_sum: what it sums dW in, if it does.
+        instead of recomputing them.
+    chunk: tokens of a chunk of single_pass.  buffers: how many chunks it holds at a time.  chunk_limit: of a split
+        vocabulary, the tokens of a chunk for which all its ranks have room.  dw_sum: what it sums dW in, if it does.
     gemms: large matrix products, forward and backward, of 2·N·V·H operations each.
     workspace_bytes: predicted memory beyond inputs, outputs and gradients; 0 where not known (triton).
     copied_bytes: what of it are copies that no schedule can do without: of x and weight in another dtype, of the rows
@@ -41,6 +45,8 @@ class Route:
     tile_width: int = 0
     kept: int = 0
     chunk: int = 0
+    buffers: int = 1
+    chunk_limit: int = 0
     dw_sum: torch.dtype | None = None
     gemms: float = 0
     workspace_bytes: int = 0
@@ -54,7 +60,7 @@ class Route:
             parts.append(f"tiles of {self.tile_width} columns")
             parts += [f"{self.kept} kept"] if self.kept else []
         if self.schedule == "single_pass":
-            parts.append(f"chunks of {self.chunk} tokens")
+            parts.append(f"chunks of {self.chunk} tokens{', two at a time' if self.buffers == 2 else ''}")
         if self.workspace_bytes:
             parts += [f"{self.gemms:.3g} GEMMs", f"{self.workspace_bytes / 2**20:.0f} MiB workspace"]
             copied = self.copied_bytes / 2**20
@@ -97,6 +103,11 @@ class Settings:
             chunk_mem_const,
             source,
         )
+
+    @property
+    def single_pass(self) -> bool:
+        """Whether that schedule was asked for, which goes by chunks of tokens."""
+        return self.schedule == "single_pass"
 
     def budget(self, chunk_bytes: int) -> int:
         """Bytes, where a chunk of DEFAULT_CHUNK tokens takes chunk_bytes."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from liger_cutedsl import fused_linear_log_probs
+from liger_cutedsl.schedules import single_pass
 from ptx import package
 from ptx.package import DTYPES
 from reference import GRADIENT_BOUND, Case, assert_close, check_case
@@ -100,5 +101,8 @@ def _rank(rank: int, store) -> None:
         vectors = dict(bias=bool(options), ce_weight=bool(options))
         case = worker.Case(40, 64, 580, DTYPE, options=options, **vectors)
         worker.check(case, [0, 301, 580], workspace_mb=workspace_mb, engine="cute")
+    single_pass.SMALLEST_CHUNK = 16  # two chunks
+    case = worker.Case(30, 64, 300, DTYPE, options=dict(accum_dtype=torch.float32))
+    worker.check(case, [0, 151, 300], workspace_mb=0.001, engine="cute", schedule="single_pass")
     dist.barrier()
     dist.destroy_process_group()

@@ -13,7 +13,7 @@ import torch
 
 from liger_cutedsl import gemm
 from liger_cutedsl.call import Problem, WantedGradients
-from liger_cutedsl.route import DEFAULT_CHUNK
+from liger_cutedsl.route import DEFAULT_CHUNK, DEFAULT_SPLIT_CHUNK
 from liger_cutedsl.schedules.schedule import Task
 from liger_cutedsl.tiling import CAST_COLUMNS, SPARE_COLUMNS
 
@@ -21,7 +21,7 @@ from liger_cutedsl.tiling import CAST_COLUMNS, SPARE_COLUMNS
 def copied_bytes(task: Task, columns: int | None = None) -> int:
     """Copies that a schedule cannot do without: of the rows that count, and of inputs in another dtype, so many rows of
     weight at once; all of them if None."""
-    problem = task.problem
+    problem = task.local
     return task.beside + problem.casts_bytes(problem.gemm_dtype, problem.vocab if columns is None else columns)
 
 
@@ -45,7 +45,12 @@ def _default_chunk(engine, task: Task) -> int:
     if task.local.vocab == 0:
         return 0
     sums = 0 if task.wanted.bias is None else task.local.vocab * task.problem.compute_dtype.itemsize
-    return chunk_bytes(engine, task.local, task.wanted, DEFAULT_CHUNK) + sums
+    one = chunk_bytes(engine, task.local, task.wanted, DEFAULT_CHUNK)
+    if task.split.sums_dx and task.settings.single_pass:
+        half = DEFAULT_SPLIT_CHUNK
+        two = chunk_bytes(engine, task.local, task.wanted, half) + _second_chunk_bytes(engine, task, half, 2)
+        return max(one, two) + sums
+    return one + sums
 
 
 def chunk_bytes(engine, problem: Problem, wanted: WantedGradients, rows: int) -> int:
@@ -77,13 +82,30 @@ def _scratch(engine, problem: Problem, wanted: WantedGradients, rows: int, colum
     return max(dx, dw)
 
 
-def single_pass_bytes(engine, task: Task, sums: WantedGradients, chunk: int) -> int:
-    """sums: what gradients are summed in, as single_pass.sum_dtypes says, until they are rounded."""
-    problem, wanted, copies = task.problem, task.returned, copied_bytes(task)
+def buffers(task: Task, chunk: int) -> int:
+    """How many chunks' exponentials single_pass holds at a time: a split vocabulary's next one are there already."""
+    return 2 if task.split.sums_dx and chunk < task.problem.tokens else 1
+
+
+def _second_chunk_bytes(engine, task: Task, chunk: int, held: int) -> int:
+    """What a split vocabulary takes beside a chunk: another's exponentials and maxima, and dX's sum over the ranks."""
+    problem = task.local
+    if not task.split.sums_dx or problem.vocab == 0:
+        return 0
+    maxima = chunk * -(-problem.vocab // engine.exp_tile(problem)) * problem.compute_dtype.itemsize
+    dx = 0 if task.wanted.x is None else chunk * problem.hidden * problem.compute_dtype.itemsize
+    return (held - 1) * (_stored_bytes(engine, problem, chunk) + maxima) + dx
+
+
+def single_pass_bytes(engine, task: Task, sums: WantedGradients, chunk: int, held: int | None = None) -> int:
+    """sums: what gradients are summed in, as single_pass.sum_dtypes says, until they are rounded.  held: buffers(),
+    where another number is asked for."""
+    problem, wanted, copies = task.local, task.returned, copied_bytes(task)
     sums = sums if wanted.weight is not None else replace(sums, weight=None)
     returned = gradient_bytes(problem, wanted, task.dropped)
     summed = gradient_bytes(problem, sums)
-    forward = copies + summed + chunk_bytes(engine, problem, task.wanted, chunk) - returned
+    second = _second_chunk_bytes(engine, task, chunk, buffers(task, chunk) if held is None else held)
+    forward = copies + summed + chunk_bytes(engine, problem, task.wanted, chunk) + second - returned
     late = wanted.kept()  # float16's wait in float32
     changing = [final if final != kept else None for final, kept in zip(late, sums, strict=True)]
     rounding = copies + summed + gradient_bytes(problem, WantedGradients(*changing)) - returned

@@ -13,6 +13,9 @@ fp16's gradients are kept in fp32 until the upstream gradient is known (WantedGr
 
 Where dW is added to a buffer of the caller's, each chunk's is, in forward, for the upstream gradient that is expected.
 Backward adds what is missing where another comes, by `recompute`: two GEMMs more. So it has to be asked for.
+
+Over a split vocabulary the same in another order, with two buffers (overlapped.py). All ranks take chunks of one size:
+as many tokens as fit the budget of each (Route.chunk_limit), which they tell each other in the first call.
 """
 
 from __future__ import annotations
@@ -22,19 +25,21 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from liger_cutedsl import gemm, objectives
+from liger_cutedsl import objectives
 from liger_cutedsl.call import Gradients, Problem, WantedGradients
 from liger_cutedsl.cross_entropy import LossOutput
 from liger_cutedsl.gemm import matmul
-from liger_cutedsl.objective import RowCoefficients, RowWeights, dz_unit, row_weights
-from liger_cutedsl.route import Route
-from liger_cutedsl.row_statistics import RowStatistics, combined
-from liger_cutedsl.schedules import footprint
+from liger_cutedsl.objective import RowWeights, dz_unit, row_weights
+from liger_cutedsl.route import DEFAULT_CHUNK, DEFAULT_SPLIT_CHUNK, Route
+from liger_cutedsl.row_statistics import combined
+from liger_cutedsl.schedules import chunk_dz, footprint, overlapped
 from liger_cutedsl.schedules.exponentials import exponentials_buffer
 from liger_cutedsl.schedules.kept import AddedInForward, KeptGradients
 from liger_cutedsl.schedules.recompute import state_of
 from liger_cutedsl.schedules.schedule import Task, gemms
-from liger_cutedsl.tiling import TILE_QUANTUM, slices, vocabulary_tiles
+from liger_cutedsl.split import equal_chunk
+from liger_cutedsl.tiling import TILE_QUANTUM, slices
+from liger_cutedsl.weight_grad_buffer import WeightGradBuffer
 
 NAME = "single_pass"
 
@@ -46,6 +51,14 @@ FP16_DZ = 2.0**12
 
 # dW may be rounded to 16 bits this often: its error is then some 2.5 times that of one rounding.
 MOST_ROUNDINGS = 8
+
+# Why "auto" leaves a split vocabulary to recompute, on every device alike. (If it did not, ranks would have to agree on
+# whether chunks fit, too.)
+SPLIT_ONLY_WHERE_ASKED_FOR = "'single_pass' over a split vocabulary was not measured on GPUs: it is taken if asked for"
+
+# Tokens of a chunk of a split vocabulary where the user names a workspace: as many as fit, but no more than gain
+# anything.
+LARGEST_SPLIT_CHUNK = 2 * DEFAULT_CHUNK
 
 
 def sum_dtypes(problem: Problem, wanted: WantedGradients) -> WantedGradients:
@@ -65,15 +78,17 @@ def roundings(problem: Problem, sums: WantedGradients, chunk: int) -> int:
 
 def obstacle(engine, task: Task) -> str | None:
     problem, options = task.problem, task.problem.options
-    if task.split.sums_dx:
-        return "a vocabulary split over ranks runs 'recompute'"
+    if task.split.sums_dx and task.settings.schedule != NAME:
+        return SPLIT_ONLY_WHERE_ASKED_FOR
     if options.reduction == "none":
         return "reduction='none' knows its gradient's weights only in backward"
     if problem.weight_grad_buffer is not None and (why := _not_in_forward(task)):
         return f"{problem.weight_grad_buffer.name} {why}"
     if options.needs_slope_apart and task.settings.schedule != NAME:
         return "stored exponentials hold the softcap's slope, and label smoothing or an entropy needs both apart"
-    if engine.dz_dtype(problem.gemm_dtype) == torch.float16:
+    # all ranks of a split vocabulary alike, one whose shard is padding, which PyTorch computes, too
+    alike = task.split.sums_dx and problem.device.type == "cuda"
+    if (problem.gemm_dtype if alike else engine.dz_dtype(problem.gemm_dtype)) == torch.float16:
         if options.reduction == "mean" and not problem.dense and problem.count is None:  # while a graph is captured
             return "a float16 mean needs a scale from the number of valid rows, which only the device knows"
         if not fp16_scale_fits(problem):
@@ -84,16 +99,20 @@ def obstacle(engine, task: Task) -> str | None:
 
 def _not_in_forward(task: Task) -> str | None:
     """Why dW is not added to the caller's buffer before backward."""
-    if task.settings.schedule != NAME:
-        return "gets its gradient in backward"
+    if task.settings.schedule != NAME or task.split.sums_dx:
+        return "gets its gradient in backward" + " where the vocabulary is split" * task.split.sums_dx
     return task.problem.weight_grad_buffer.not_in_forward
 
 
 def plan(engine, task: Task, reason: str) -> Route:
-    problem, wanted = task.problem, task.wanted
+    problem, wanted = task.local, task.wanted
     sums, copies = sum_dtypes(problem, wanted), footprint.copied_bytes(task)
-    allowed = footprint.budget(engine, task) + copies
-    chunk = _fitting_chunk(engine, task, sums, allowed)
+    allowed, limit = footprint.budget(engine, task) + copies, 0
+    if task.split.sums_dx:
+        limit = task.split.chunk_limit(functools.partial(_fitting_split_chunk, engine, task, sums, allowed))
+        chunk = min(equal_chunk(limit, problem.tokens), problem.tokens)
+    else:
+        chunk = _fitting_chunk(engine, task, sums, allowed)
     if roundings(problem, sums, chunk) > MOST_ROUNDINGS and problem.weight_grad_buffer is None:
         wide = replace(sums, weight=problem.compute_dtype)
         if footprint.single_pass_bytes(engine, task, wide, chunk) <= allowed:
@@ -104,8 +123,10 @@ def plan(engine, task: Task, reason: str) -> Route:
         problem.gemm_dtype,
         reason,
         chunk=chunk,
+        chunk_limit=limit,
         dw_sum=sums.weight,
         gemms=gemms(3 + problem.options.needs_slope_apart, wanted),
+        buffers=footprint.buffers(task, chunk),
         workspace_bytes=footprint.single_pass_bytes(engine, task, sums, chunk),
         copied_bytes=copies,
     )
@@ -125,15 +146,29 @@ def _fitting_chunk(engine, task: Task, sums: WantedGradients, allowed: int) -> i
     return chunk
 
 
+def _fitting_split_chunk(engine, task: Task, sums: WantedGradients, allowed: int) -> int:
+    """The tokens of a chunk of which two, and a sum of dX beside them, fit the allowed bytes, however many tokens there
+    are; SMALLEST_CHUNK where none does."""
+    most = DEFAULT_SPLIT_CHUNK if task.settings.workspace_mb is None else LARGEST_SPLIT_CHUNK
+    sizes = range(most, SMALLEST_CHUNK, -TILE_QUANTUM)
+    fitting = (n for n in sizes if footprint.single_pass_bytes(engine, task, sums, n, held=2) <= allowed)
+    return next(fitting, SMALLEST_CHUNK)
+
+
 def forward(engine, task: Task, route: Route) -> tuple[LossOutput, KeptGradients]:
-    problem, wanted = task.problem, task.wanted
-    sink = _GradientSink(engine, problem, replace(sum_dtypes(problem, wanted), weight=route.dw_sum))
+    wanted, sums = task.wanted, replace(sum_dtypes(task.local, task.wanted), weight=route.dw_sum)
+    if task.split.sums_dx:
+        weigh = functools.partial(_Weighing.of, task.local, engine.dz_dtype(route.dtype), None)
+        return overlapped.forward(engine, task, route, sums, _GradientSink, weigh)
+    problem = task.problem
+    added_to = None if sums.weight is None else problem.weight_grad_buffer
+    sums = sums if added_to is None else replace(sums, weight=None)
+    sink = _GradientSink(engine, sums.allocate(problem), problem.tokens, added_to)
     problem = problem.for_kernels(route.dtype)
     dz_dtype = engine.dz_dtype(problem.x.dtype)
     objective = objectives.of(problem.options)
     weigh = functools.cache(functools.partial(_Weighing.of, problem, dz_dtype, task.expected_upstream))
     buffer = exponentials_buffer(problem, min(route.chunk, problem.tokens), dz_dtype)
-    dz_of = _recomputed if problem.options.needs_slope_apart else _from_exponentials
     pieces = []
     for chunk in slices(problem.tokens, route.chunk):
         part = problem.of(chunk)
@@ -145,7 +180,7 @@ def forward(engine, task: Task, route: Route) -> tuple[LossOutput, KeptGradients
             pieces.append(objectives.evaluated(stats, rows, part))
             return objective.coefficients(pieces[-1], rows, part, weighing.upstream, weighing.dz_scale)
 
-        column_sums = dz_of(engine, part, dz, coefficients, wanted.bias is not None)
+        column_sums = _dz_of_chunk(engine, part, dz, coefficients, wanted.bias is not None)
         sink.add(dz, column_sums, part, chunk, weigh())
     del buffer, dz
     stats = combined(pieces, torch.cat) if len(pieces) > 1 else pieces[0]
@@ -167,33 +202,23 @@ class _Weighing:
     expected: float
 
     @classmethod
-    def of(cls, problem: Problem, dz_dtype: torch.dtype, expected_upstream) -> _Weighing:
+    def of(cls, problem: Problem, dz_dtype: torch.dtype, expected_upstream, rows: RowWeights | None = None):
+        """rows: those of a split vocabulary; None for one process."""
         scale = dz_unit(problem, dz_dtype) * (FP16_DZ if dz_dtype == torch.float16 else 1.0)
         upstream = LossOutput(torch.ones((), dtype=problem.compute_dtype, device=problem.device))
         expected = 1.0 if expected_upstream is None else expected_upstream(problem)
-        return cls(row_weights(problem), upstream, scale, problem.options.scale / scale, expected)
+        rows = row_weights(problem) if rows is None else rows
+        return cls(rows, upstream, scale, problem.options.scale / scale, expected)
 
 
 def backward(engine, task: Task, route: Route, state, upstream: torch.Tensor) -> Gradients:
     raise NotImplementedError("single_pass keeps gradients, and no state of its own")
 
 
-def _from_exponentials(engine, part: Problem, dz: torch.Tensor, coefficients, column_sums: bool):
+def _dz_of_chunk(engine, part: Problem, dz: torch.Tensor, coefficients, column_sums: bool) -> torch.Tensor | None:
     """Writes dz (n, V) of some rows, from the coefficients of their statistics; Σ_i dz (V,) where asked for."""
-    stats, tile_max = engine.exp_chunk(part, out=dz)
-    return engine.scale_chunk(part, dz, tile_max, stats.lse, coefficients(stats), column_sums)
-
-
-def _recomputed(engine, part: Problem, dz: torch.Tensor, coefficients, column_sums: bool):
-    """The same with a second GEMM in place of stored exponentials, for what these do not hold."""
-    width = 64 * TILE_QUANTUM
-    stats: RowStatistics = engine.row_statistics(part, width)
-    found: RowCoefficients = coefficients(stats)
-    for tile in vocabulary_tiles(part.vocab, width):
-        engine.dz_tile(part, stats.lse, found, tile, out=dz[:, tile.columns])
-    # where a target is ignored, all of its row is zero
-    dz.scatter_(1, part.target.long().clamp(0, part.vocab - 1)[:, None], found.fix.to(dz.dtype)[:, None])
-    return gemm.column_sums(dz, part.compute_dtype) if column_sums else None
+    waiting = chunk_dz.begun(engine, part, dz)
+    return waiting.finish(waiting.stats.lse, coefficients(waiting.stats), column_sums)
 
 
 class _GradientSink:
@@ -204,10 +229,9 @@ class _GradientSink:
     gets each chunk's with it.
     """
 
-    def __init__(self, engine, problem: Problem, sums: WantedGradients):
-        self.buffer = None if sums.weight is None else problem.weight_grad_buffer
-        sums = sums if self.buffer is None else replace(sums, weight=None)
-        self.engine, self.gradients, self.tokens = engine, sums.allocate(problem), problem.tokens
+    def __init__(self, engine, gradients: Gradients, tokens: int, buffer: WeightGradBuffer | None = None):
+        """gradients: uninitialised."""
+        self.engine, self.gradients, self.tokens, self.buffer = engine, gradients, tokens, buffer
 
     def add(
         self, dz: torch.Tensor, column_sums: torch.Tensor | None, part: Problem, chunk: slice, weighing: _Weighing
