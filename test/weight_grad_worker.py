@@ -74,6 +74,22 @@ def others():
         assert own.grad is None
 
 
+def in_forward():
+    """dW is not added there where the vocabulary is split: refused on every rank."""
+    x, own, target, *_ = shard(Case(vocab=301))
+    for name, call in (
+        ("weight_grad_buffer", dict(weight_grad_buffer=torch.zeros_like(own).detach())),
+        ("weight.main_grad", dict(gradient_accumulation_fusion=True)),
+    ):
+        own.main_grad = torch.zeros_like(own).detach()
+        try:
+            vocab_parallel_fused_linear_cross_entropy(x, own, target, vocab_size=301, schedule="single_pass", **call)
+        except RuntimeError as error:
+            assert f"{name} gets its gradient in backward where the vocabulary is split" in str(error), error
+        else:
+            raise AssertionError("not refused")
+
+
 def dtensors():
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     case = Case(vocab=300)
@@ -113,6 +129,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", init_method=f"file://{FOLDER}/store", rank=RANK, world_size=RANKS)
     plain()
     others()
+    in_forward()
     dtensors()
     dist.destroy_process_group()
     print(f"rank {RANK} done")
