@@ -89,6 +89,8 @@ class Problem:
 
     def of(self, rows: slice | torch.Tensor) -> Problem:
         """The same for some of the rows: a slice, or their indices."""
+        if isinstance(rows, slice) and rows.indices(self.tokens) == (0, self.tokens, 1):
+            return replace(self, count=None)
         part = {name: v[rows] for name, v in self.tensors().items() if TENSORS[name] == "tokens"}
         return replace(self, count=None, row_loss=self.row_loss and self.row_loss.of(rows), **part)
 

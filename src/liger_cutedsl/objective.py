@@ -195,8 +195,8 @@ def row_coefficients(
     if by.s is not None:
         a, fix = a + by.s, fix + by.s * p
     if by.h is not None:
-        a = a - by.h * stats.entropy
-        fix = fix - by.h * (p * (log_p.clamp(min=LOWEST_MAXIMUM) + stats.entropy))
+        a = torch.addcmul(a, by.h, stats.entropy, value=-1.0)
+        fix = torch.addcmul(fix, by.h, p * (log_p.clamp(min=LOWEST_MAXIMUM) + stats.entropy), value=-1.0)
     if slope is not None:
         fix = fix * slope
     if selected is not None:
