@@ -41,11 +41,12 @@ def entered(tensors, options: dict, engine=None, schedule=None, workspace_mb=Non
     return run_eager(problem, Settings.resolve(engine, schedule, workspace_mb, python_scalar(chunk_mem_const)))
 
 
-def entered_log_probs(tensors, options: dict, engine=None, schedule=None, workspace_mb=None) -> LogProbs:
-    """The same for log-probabilities."""
+def entered_log_probs(tensors, options: dict, engine=None, schedule=None, workspace_mb=None, replaces="") -> LogProbs:
+    """The same for log-probabilities. replaces: in a graph, the original that a drop-in takes the place of
+    (replaced.py)."""
     if not _is_distributed(tensors) and (torch.compiler.is_compiling() or shapes_only(*tensors)):
         _check_traceable(options)
-        return run_compiled_log_probs(tensors, options, engine, schedule, workspace_mb)
+        return run_compiled_log_probs(tensors, options, engine, schedule, workspace_mb, replaces)
     problem = Problem(**dict(zip(TENSORS, tensors, strict=True)), options=LogProbOptions(**options))
     return run_eager(problem, Settings.resolve(engine, schedule, workspace_mb))
 
