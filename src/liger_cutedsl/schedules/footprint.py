@@ -90,12 +90,13 @@ def single_pass_bytes(engine, task: Task, sums: WantedGradients, chunk: int) -> 
     return max(forward, rounding, backward, 0)
 
 
-def recompute_bytes(engine, task: Task, width: int, kept: int) -> int:
-    """kept: columns whose exponentials wait for backward; V of them in memory of their own, fewer in dW's."""
+def recompute_bytes(engine, task: Task, width: int, kept: int, rows: int = 0) -> int:
+    """kept: columns whose exponentials wait for backward; V of them in memory of their own, fewer in dW's. rows: how
+    many a forward alone takes at a time, 0 for all."""
     problem, copies = task.local, copied_bytes(task, CAST_COLUMNS)
-    forward = copies + engine.forward_bytes(problem, width, kept)
     if not task.wanted:
-        return forward
+        return copies + engine.forward_bytes(problem.of(slice(0, rows)) if rows else problem, width, 0)
+    forward = copies + engine.forward_bytes(problem, width, kept)
     returned = gradient_bytes(problem, task.wanted, task.dropped)
     exponentials = 0
     if kept == problem.vocab:

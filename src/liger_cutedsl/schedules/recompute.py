@@ -37,7 +37,16 @@ from liger_cutedsl.row_statistics import RowStatistics, combined, over_parts
 from liger_cutedsl.schedules import footprint, selected
 from liger_cutedsl.schedules.exponentials import KeptExponentials, Waiting, end_of, exponentials_buffer, kept_columns
 from liger_cutedsl.schedules.schedule import Task, gemms
-from liger_cutedsl.tiling import CAST_COLUMNS, SPARE_COLUMNS, TILE_QUANTUM, Tile, fitting_width, vocabulary_tiles
+from liger_cutedsl.tiling import (
+    CAST_COLUMNS,
+    FORWARD_BYTES,
+    SPARE_COLUMNS,
+    TILE_QUANTUM,
+    Tile,
+    fitting_width,
+    slices,
+    vocabulary_tiles,
+)
 
 NAME = "recompute"
 
@@ -76,6 +85,7 @@ def plan(engine, task: Task, reason: str) -> Route:
     fixed, column = accumulator_bytes(problem, wanted), engine.column_bytes(problem)
     width = engine.tile_width(problem, fitting_width(problem.vocab - tiled, column, budget - fixed), tiled)
     count = gemms(4 - kept / problem.vocab, wanted) if wanted else 1
+    rows = 0 if wanted else _forward_rows(engine, problem, width)
     return Route(
         engine.name,
         NAME,
@@ -83,10 +93,19 @@ def plan(engine, task: Task, reason: str) -> Route:
         reason,
         tile_width=width,
         kept=kept,
+        chunk=rows,
         gemms=count,
-        workspace_bytes=footprint.recompute_bytes(engine, task, width, kept),
+        workspace_bytes=footprint.recompute_bytes(engine, task, width, kept, rows),
         copied_bytes=copies,
     )
+
+
+def _forward_rows(engine, problem: Problem, width: int) -> int:
+    """How many rows a forward alone takes at a time, where its partial results of all are worth the slices; else 0."""
+    if engine.forward_bytes(problem, width, 0) <= FORWARD_BYTES:
+        return 0
+    rows = engine.forward_rows(problem)
+    return 0 if rows == problem.tokens else rows
 
 
 def accumulator_bytes(problem: Problem, wanted: WantedGradients) -> int:
@@ -132,13 +151,21 @@ def _statistics(
             stats, m = engine.exp_chunk(part, out=e[:, tile.columns])
             maxima.append(m)
         else:
-            stats = engine.row_statistics(part, route.tile_width)
+            stats = _row_statistics(engine, part, route)
         pieces.append(stats if stats.argmax is None else replace(stats, argmax=stats.argmax + tile.start))
     stats = pieces[0] if len(pieces) == 1 else over_parts(combined(pieces, torch.stack))
     if not maxima:
         return stats, None
     maxima = maxima[0] if len(maxima) == 1 else torch.cat(maxima, dim=1)
     return stats, KeptExponentials(e, maxima, weight_gradient, Waiting.of(e, weight_gradient))
+
+
+def _row_statistics(engine, problem: Problem, route: Route) -> RowStatistics:
+    """Some rows at a time, where the route says so: their partial results are folded before the next ones come."""
+    if not route.chunk:
+        return engine.row_statistics(problem, route.tile_width)
+    slices_of = (problem.of(rows) for rows in slices(problem.tokens, route.chunk))
+    return combined([engine.row_statistics(part, route.tile_width) for part in slices_of], torch.cat)
 
 
 def _parts(problem: Problem, start: int, stop: int) -> Iterator[Tile]:
