@@ -43,6 +43,14 @@ def test_verls_head():
 
 
 @pytest.mark.slow
+def test_trls_grpo_with_a_row_loss():
+    if find_spec("trl") is None:
+        pytest.skip("TRL is not installed")
+    line = last_line("trl_grpo_row_loss.py")
+    assert line.startswith("step 60.0000, reward 0.") and float(line.split()[3].strip(",")) > 0.08  # from 0.03
+
+
+@pytest.mark.slow
 def test_trls_trainers():
     if find_spec("trl") is None:
         pytest.skip("TRL is not installed")

@@ -28,6 +28,7 @@ liger.operators liger.dispatch
 liger.scaled liger.trl
 liger.drop_in
 liger
+api_explain
 api api_log_probs api_row_loss
 entering row_check
 torch_compile torch_compile_log_probs
@@ -57,6 +58,7 @@ epilogues
 gemm
 triton_kernels triton_folds
 elementwise
+replaced
 tiling
 without_data checks
 call

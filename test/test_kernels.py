@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,142 @@ def test_an_architecture_that_is_not_enabled_compiles():
     assert [kernel.error for kernel in compiled] == ["", "", ""]
     assert all(kernel.matrix_instruction.endswith(" HMMA") for kernel in compiled)
     assert architectures.of((12, 0)) is None
+
+
+@pytest.fixture
+def asked_for(monkeypatch):
+    """The epilogues that calls ask for, on the torch engine as on the CuTe engine: (kernel, flags)."""
+    from liger_cutedsl.engines import torch_engine
+
+    found = set()
+
+    def recording(kernel, epilogue):
+        def recorded(flags, *rest):
+            found.add((kernel, flags))
+            return epilogue(flags, *rest)
+
+        return recorded
+
+    for kernel in ("forward", "exp", "backward"):
+        name = f"{kernel}_epilogue"
+        monkeypatch.setattr(torch_engine, name, recording(kernel, getattr(torch_engine, name)))
+    return found
+
+
+def calls_of_every_operator():
+    """Functions of (x, weight, target, options of logits, settings), each with another set of options, backward too."""
+    import torch
+
+    flags = lambda *names: ({n: n in chosen for n in names} for chosen in subsets(names))  # noqa: E731
+
+    def subsets(names):
+        return itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1))
+
+    def loss(x, weight, target, logits, call, options):
+        found = liger_cutedsl.fused_linear_cross_entropy(x, weight, target, **options, **logits, **call)
+        (found if isinstance(found, torch.Tensor) else found.loss).backward()
+
+    def log_probs(x, weight, target, logits, call, options, used):
+        found = liger_cutedsl.fused_linear_log_probs(x, weight, target, **options, **logits, **call)
+        found = found if isinstance(found, tuple) else (found, None)
+        sum(value.sum() for value, use in zip(found, used, strict=False) if use and value is not None).backward()
+
+    def row_loss(x, weight, target, logits, call, reads, differentiated):
+        def of_rows(values):
+            total = -values.log_prob
+            for name in reads:
+                value = getattr(values, name).float()
+                total = total + (value if name in differentiated else value.detach())
+            return total
+
+        liger_cutedsl.fused_linear_loss(x, weight, target, of_rows, **logits, **call).backward()
+
+    for weighted, smoothing in ((None, 0.0), (None, 0.1), (torch.ones(40), 0.0), (torch.ones(40), 0.1)):
+        for options in flags("return_predicted_tokens", "use_token_scaling"):
+            yield partial(loss, options=options | dict(ce_weight=weighted, label_smoothing=smoothing))
+    for options in flags("return_entropy", "return_log_sum_sq_probs", "return_mean_logits", "return_is_top1"):
+        for used in ((True, True), (True, False))[: 1 + options["return_entropy"]]:
+            yield partial(log_probs, options=options, used=used)
+    for reads in subsets(("entropy", "mean_logit", "argmax")):
+        for differentiated in subsets([name for name in reads if name != "argmax"]):
+            yield partial(row_loss, reads=reads, differentiated=differentiated)
+
+
+def test_every_kernel_that_a_call_can_ask_for_is_made_ahead_of_time(asked_for):
+    """And no other: any options of any operator, by either schedule, with exponentials kept and without."""
+    import torch
+
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True)
+    target = torch.tensor([0, 3, -100, 39, 7, 11])
+    calls = [dict(schedule="recompute", workspace_mb=mb) for mb in (1e-6, 100)] + [{}]
+    logits = itertools.product((None, torch.zeros(40)), (None, 5.0), (1.0, 0.7))
+    for (bias, softcap, temperature), call in itertools.product(logits, calls):
+        options = dict(bias=bias, softcap=softcap, temperature=temperature)
+        for operator in calls_of_every_operator():
+            operator(x, weight, target, options, call)
+    made = kernel_variants.all_variants()
+    assert {(variant.kernel, variant.flags) for variant in made} == asked_for
+    per_kernel = {"forward": 4, "exp": 4, "backward": 2}  # two dtypes, and whether the last tile is full
+    counted = Counter((variant.kernel, variant.flags) for variant in made)
+    assert all(count == per_kernel[kernel] for (kernel, _), count in counted.items())
+    assert set(kernel_variants.typical_variants()) <= set(made) and len(kernel_variants.typical_variants()) < 20
+
+
+def test_compile_of_one_dtype(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(
+        ahead_of_time, "compile_architecture", lambda arch, variants, jobs: asked.extend(variants) or []
+    )
+    assert main(["compile", "--arch", "sm_90a", "--dtype", "bf16"]) == 0
+    assert {variant.dtype for variant in asked} == {"bf16"} and len(asked) == len(kernel_variants.all_variants()) / 2
+
+
+def test_a_forward_alone_takes_some_rows_at_a_time(monkeypatch):
+    """Llama 3 8B's head: half the partial results at N = 8192, the same at 32768 as at 4096; and all rows at once where
+    slices would leave a GPU's last waves empty, or where there is little to save."""
+    import torch
+
+    from liger_cutedsl.call import Problem, WantedGradients
+    from liger_cutedsl.engines import cute_engine
+    from liger_cutedsl.options import LogProbOptions
+    from liger_cutedsl.route import Settings
+    from liger_cutedsl.schedules import recompute
+    from liger_cutedsl.schedules.schedule import Task
+
+    row = architectures.of((9, 0))
+    monkeypatch.setattr(cute_engine, "architecture_of", lambda _: row)
+    monkeypatch.setattr(cute_engine, "multiprocessors", lambda _: 132)
+    cute_engine._wave_model.cache_clear()
+    engine = cute_engine.CuteEngine()
+
+    def plan(tokens, vocab, *wanted, **options):
+        kind = dict(dtype=torch.bfloat16, device="meta")
+        problem = Problem(
+            torch.empty(tokens, 4096, **kind),
+            torch.empty(vocab, 4096, **kind),
+            torch.empty(tokens, dtype=torch.int64, device="meta"),
+            options=LogProbOptions(**options),
+            dense=True,
+        )
+        return recompute.plan(engine, Task(problem, WantedGradients(*wanted), Settings()), "")
+
+    tiles = -(-128256 // row.tile("forward").tile_n)
+    sliced = plan(8192, 128256, return_entropy=True)
+    assert sliced.chunk == 4096 and sliced.workspace_bytes == 4096 * tiles * 4 * 3
+    assert "4096 tokens at a time" in str(sliced)
+    assert plan(32768, 128256, return_entropy=True).workspace_bytes == sliced.workspace_bytes
+    assert plan(4096, 128256, return_entropy=True).chunk == 0
+    assert plan(8192, 32000).chunk == 0, "6 MiB"
+    wide = plan(8192, 128256, torch.bfloat16, torch.bfloat16, return_entropy=True)
+    assert wide.chunk == 0, "backward takes more anyway"
+    model = cute_engine._wave_model(torch.device("meta"), row.tile("forward"))
+    for tokens in (4097, 6000, 8200, 12288, 20000):
+        for vocab in (1000, 20000, 128256):
+            rows = model.forward_rows(tokens, vocab)
+            assert rows == tokens or rows % 4096 == 0
+            waves = sum(model._waves(min(rows, tokens - start), vocab, 128, 192) for start in range(0, tokens, rows))
+            assert row.tile("forward").tile_m != 128 or waves <= 1.01 * model._waves(tokens, vocab, 128, 192)
+    cute_engine._wave_model.cache_clear()
 
 
 def test_planning_takes_a_row_s_calibration(monkeypatch):

@@ -27,7 +27,7 @@ RECORDED = HERE / "ptx" / "recorded" / "sm_90a.json"
 SHARE, LONG = ("-m", "not blackwell"), ("-m", "blackwell")
 # name → (environment, arguments of pytest, tests that must have passed)
 JOBS = {
-    "kernels sm_100a": (dict(PTX_ARCH="sm_100a"), (KERNELS, *SHARE), 30),
+    "kernels sm_100a": (dict(PTX_ARCH="sm_100a"), (KERNELS, *SHARE), 32),
     "operator bf16": (dict(PTX_ARCH="sm_100a", PTX_DTYPE="bf16"), (OPERATOR,), 14),
     "operator fp16": (dict(PTX_ARCH="sm_100a", PTX_DTYPE="fp16"), (OPERATOR,), 14),
     "kernels sm_103a": (dict(PTX_ARCH="sm_103a"), (KERNELS, *SHARE), 10),
@@ -44,9 +44,9 @@ OWN_JOBS = {
     "fp16": ("test_arithmetic.py", "test_schedules.py", "test_autograd.py", "-k", f"{OWN_TESTS} and not chunks_of"),
 }
 LONG_JOBS = {
-    f"every kernel {arch}, {part + 1} of 4": (dict(PTX_ARCH=arch, PTX_PART=f"{part}/4"), (KERNELS, *LONG), 50)
+    f"every kernel {arch}, {part + 1} of 12": (dict(PTX_ARCH=arch, PTX_PART=f"{part}/12"), (KERNELS, *LONG), 80)
     for arch in ("sm_100a", "sm_103a")
-    for part in range(4)
+    for part in range(12)
 }
 LONG_JOBS["recording sm_90a, all"] = ({}, (RECORDING, *LONG), 15)
 LONG_JOBS |= {

@@ -5,13 +5,24 @@ import inspect
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import liger_cutedsl
-from liger_cutedsl import RowLossOutput, fused_linear_cross_entropy, fused_linear_loss, objectives, row_check, testing
+from liger_cutedsl import (
+    RowLossOutput,
+    autograd,
+    fused_linear_cross_entropy,
+    fused_linear_loss,
+    objectives,
+    row_check,
+    testing,
+)
 from liger_cutedsl.call import Problem
 from liger_cutedsl.cross_entropy import LossOutput
 from liger_cutedsl.cross_entropy import coefficients as closed_form
@@ -27,6 +38,20 @@ from reference_log_probs import LOGITS
 from reference_row_loss import expected, grpo, in_float64, values_of
 
 ONE = 2.0**-52
+
+
+@pytest.fixture
+def routes(monkeypatch):
+    """The routes that calls take, as they are planned."""
+    found, planned = [], autograd.planned
+
+    def recorded(*arguments):
+        engine, route = planned(*arguments)
+        found.append(route)
+        return engine, route
+
+    monkeypatch.setattr(autograd, "planned", recorded)
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -494,6 +519,19 @@ def test_a_loss_that_is_none_of_rows_is_refused(what):
         fused_linear_loss(x, weight, target, row_loss, a)
 
 
+def test_another_switch_is_another_function():
+    """The same code with another bool, string or tuple of such in its closure is checked again."""
+    x, weight, target, _ = tensors(ignored=())
+
+    def made(switch):
+        return lambda v: v.log_prob - v.log_prob.mean() * (switch in (True, "on", ("mean", 1)))
+
+    for plain, bad in ((False, True), ("off", "on"), (("none", 1), ("mean", 1))):
+        fused_linear_loss(x, weight, target, made(plain))
+        with pytest.raises(ValueError, match="for fewer rows"):
+            fused_linear_loss(x, weight, target, made(bad))
+
+
 def test_a_captured_batch_is_refused():
     x, weight, target, _ = tensors()
     a = torch.randn(49, dtype=torch.float64)
@@ -693,6 +731,161 @@ def test_nothing_is_kept_alive():
     del row, loss
     gc.collect()
     assert gone() is None
+
+
+# What a call would do, and what it costs on the host.
+
+
+def reading(*names):
+    def row_loss(values, a):
+        return sum((getattr(values, name).to(a.dtype) for name in names), -values.log_prob * a)
+
+    return row_loss
+
+
+EXPLAINED = {
+    "row loss": ((), {}),
+    "entropy": (("entropy",), {}),
+    "everything": (("entropy", "mean_logit", "argmax"), dict(workspace_mb=1)),
+    "recompute": (("entropy",), dict(schedule="recompute", workspace_mb=0.1)),
+    "capped": (("mean_logit",), dict(softcap=5.0, temperature=0.7, reduction="sum", ignore_index=7)),
+    "returned": ((), dict(return_entropy=True, return_log_probs=True)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("ignored", [0.0, 0.02, 0.4])
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_explain_says_what_a_row_loss_does(name, ignored, dtype, routes):
+    names, options = EXPLAINED[name]
+    case = Case(tokens=600, vocab=500, dtype=dtype, ignored=ignored)
+    x, weight, target, *_ = case.tensors()
+    if "ignore_index" in options:
+        target[target == -100] = 7
+    a, row_loss = torch.rand(case.tokens, requires_grad=True), reading(*names)
+    for forget in (True, False):
+        if forget:
+            row_check.forget()
+        found = liger_cutedsl.explain(x, weight, target, row_loss=row_loss, row_tensors=(a,), **options)
+        routes.clear()
+        fused_linear_loss(x, weight, target, row_loss, a, **options)
+        assert routes == [found]
+    with torch.no_grad():
+        assert liger_cutedsl.explain(x, weight, target, row_loss=row_loss, row_tensors=(a,), **options).gemms == 1
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.4])
+@pytest.mark.parametrize("ids", [None, torch.tensor([3, 0])])
+@pytest.mark.parametrize("asked", [(), ("entropy", "is_top1"), ("log_sum_sq_probs", "mean_logits")])
+def test_explain_says_what_log_probabilities_do(asked, ids, ignored, routes):
+    case = Case(tokens=64, vocab=500, dtype=torch.float32, ignored=ignored)
+    x, weight, target, *_ = case.tensors()
+    for options in ({}, dict(workspace_mb=0.1, softcap=5.0, logit_scale=0.5)):
+        options = options | {f"return_{name}": True for name in asked} | dict(selected_token_ids=ids)
+        found = liger_cutedsl.explain(x, weight, target, log_probs=True, **options)
+        routes.clear()
+        liger_cutedsl.fused_linear_log_probs(x.view(2, 32, -1), weight, target.view(2, 32), **options)
+        assert routes == [found] and found.schedule == "recompute"
+
+
+def test_explain_of_a_row_loss_without_data_or_targets():
+    """What its function reads is known of a call, or taken to be everything."""
+    x, weight, target, _ = tensors(tokens=600, ignored=(), dtype=torch.float32)
+    a, row_loss = torch.rand(600), reading("entropy")
+    metas = [v.detach().to("meta").requires_grad_(v.requires_grad) for v in (x, weight)]
+    call = dict(row_loss=row_loss, row_tensors=(a.to("meta"),))
+    everything = liger_cutedsl.explain(*metas, **call)
+    assert (
+        everything.workspace_bytes
+        == liger_cutedsl.explain(
+            x, weight, row_loss=reading("entropy", "mean_logit", "argmax"), row_tensors=(a,)
+        ).workspace_bytes
+    )
+    found = liger_cutedsl.explain(x, weight, row_loss=row_loss, row_tensors=(a,))
+    assert found == liger_cutedsl.explain(x, weight, target, row_loss=row_loss, row_tensors=(a,))
+    assert found.workspace_bytes == liger_cutedsl.explain(*metas, **call).workspace_bytes < everything.workspace_bytes
+    batch = liger_cutedsl.explain(x.view(2, 300, -1), weight, row_loss=row_loss, row_tensors=(a.view(2, 300),))
+    assert batch == found
+
+
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        (dict(log_probs=True, label_smoothing=0.1), "label_smoothing is no argument of fused_linear_log_probs"),
+        (dict(log_probs=True, reduction="sum"), "reduction is no argument of fused_linear_log_probs"),
+        (dict(return_entropy=True), "return_entropy is no argument of fused_linear_cross_entropy"),
+        (dict(row_tensors=(1.0,)), "row_tensors is no argument of fused_linear_cross_entropy"),
+        (dict(row_loss=reading(), ce_weight=torch.ones(61)), "ce_weight is no argument of fused_linear_loss"),
+        (dict(row_loss=reading(), log_probs=True), "log_probs is no argument of fused_linear_loss"),
+        (dict(row_loss=1.0), "row_loss must be callable"),
+        (dict(row_loss=reading(), row_tensors=(torch.ones(49),)), r"row_tensors\[0\] must have target's shape"),
+        (dict(row_loss=lambda v: v.log_prob - v.log_prob.mean()), "for fewer rows"),
+    ],
+)
+def test_explain_refuses_what_the_operator_would(arguments, error):
+    x, weight, target, _ = tensors(ignored=())
+    with pytest.raises((TypeError, ValueError), match=error):
+        liger_cutedsl.explain(x, weight, target, **arguments)
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that compute something: views launch nothing."""
+
+    VIEWS = ("view", "slice", "select", "unsqueeze", "expand", "detach", "alias", "t", "promote_types", "empty")
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket.__name__ not in self.VIEWS
+        return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def of(cls, call) -> int:
+        with cls() as counted:
+            call()
+        return counted.count
+
+
+def of_its_own(values, a, b):
+    return -values.log_prob * a, (values.log_prob - b).abs()
+
+
+@pytest.mark.parametrize("ignored", [(), (3,)])
+def test_the_host_does_little_more_than_for_cross_entropy(ignored):
+    """In launches, of which a small call's time is made: beside its own function and that one's gradient fewer than the
+    closed form takes."""
+    x, weight, target, _ = tensors(tokens=256, ignored=ignored, dtype=torch.float32)
+    a, b = torch.rand(256), torch.rand(256)
+
+    def ours():
+        fused_linear_loss(x, weight, target, of_its_own, a, b).loss.backward()
+
+    def alone():
+        log_prob = torch.rand(256, requires_grad=True)
+        loss, _ = of_its_own(SimpleNamespace(log_prob=log_prob), a, b)
+        torch.autograd.grad(loss, log_prob, torch.ones_like(loss))
+
+    def plain():
+        fused_linear_cross_entropy(x, weight, target).backward()
+
+    for call in (ours, alone, plain):
+        call()
+    more = Launches.of(ours) - Launches.of(plain) - (Launches.of(alone) - 1)  # which draws its log-probabilities
+    assert more <= -1, more
+
+
+def test_a_warm_call_looks_its_function_up_once():
+    x, weight, target, _ = tensors()
+    a = torch.rand(50, dtype=torch.float64)
+    fused_linear_loss(x, weight, target, simple, a, 0.3)
+    with (
+        mock.patch.object(row_check, "_key_of", wraps=row_check._key_of) as keys,
+        mock.patch.object(RowLossOptions, "__post_init__", autospec=True) as checked,
+    ):
+        fused_linear_loss(x, weight, target, simple, a, 0.3)
+    assert keys.call_count == checked.call_count == 1
 
 
 @pytest.mark.gpu

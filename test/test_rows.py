@@ -5,7 +5,6 @@ import torch
 
 import liger_cutedsl
 from liger_cutedsl import LossOptions, fused_linear_cross_entropy, testing
-from liger_cutedsl.autograd import explained
 from liger_cutedsl.call import Problem, WantedGradients
 from liger_cutedsl.objective import dz_unit, row_weights
 from liger_cutedsl.route import Settings
@@ -246,8 +245,7 @@ def test_explain_reads_the_targets_it_is_given():
     assert [r.copied_bytes for r in routes[:3]] == [0, 0, 0]
     assert routes[3].copied_bytes == 500 * 32 * 4 + 1000 * 8 + 500 * 8
     assert "copies of inputs" not in str(routes[0])
-    wanted = WantedGradients.of(Problem(x, weight, few))
-    assert explained(Problem(x, weight, few), wanted, Settings()).chunk == routes[1].chunk
+    assert routes[2].chunk == routes[1].chunk
 
 
 def test_the_limit_keeps_logits_numbers_that_two_products_agree_on(place):

@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 import liger_cutedsl
-from liger_cutedsl import testing
+from liger_cutedsl import routing, testing, torch_compile_log_probs
 from liger_cutedsl.liger import drop_in, scaled
 from per_token import FLOAT32, error, in_float64, largest_error, peak_of, reference
 
@@ -203,6 +204,40 @@ def test_on_hopper_ours_runs_where_the_kernels_do(enabled, monkeypatch, dtype):
     with testing.planted_kernel_failure("backward"), torch.autocast("cpu", dtype=torch.bfloat16):
         found = getattr(ops, NAME).apply(x, w, target, 0.7)
     assert largest_error(found, expected(x.bfloat16(), w.bfloat16(), target)[1]) <= FLOAT32 * 40
+
+
+@pytest.mark.parametrize("ignored, plans", [(0, 1), (200, 1), (3, 2)])
+def test_a_call_is_planned_once(enabled, monkeypatch, ignored, plans):
+    """And again where rows are dropped: a call of fewer rows."""
+    hopper(monkeypatch)
+    x, w, target = inputs(torch.bfloat16, ignored=ignored)
+    counted = mock.patch.object(routing, "_schedule", wraps=routing._schedule)
+    with testing.planted_kernel_failure("backward"), counted as plan:
+        getattr(ops, NAME).apply(x, w, target, 0.7)
+    assert plan.call_count == plans
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_compiled_the_workspace_is_ligers_too(ours, monkeypatch, frozen):
+    """And targets are read: some may be ignored."""
+    monkeypatch.setattr(scaled, "original_bytes", lambda problem, original, wanted=None: budget_of(problem, wanted))
+
+    def budget_of(problem, wanted):
+        wanted = scaled.WantedGradients.of(problem) if wanted is None else wanted
+        return (50 + 100 * (wanted.weight is None)) * 2**20 + problem.tokens
+
+    x, w, target = inputs()
+    w.requires_grad_(not frozen)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda: ours.apply(x, w, target, 0.7).sum(), fullgraph=True, backend="aot_eager")
+    with mock.patch.object(torch_compile_log_probs, "begun", wraps=torch_compile_log_probs.begun) as begun:
+        compiled().backward()
+    with mock.patch.object(scaled, "run", wraps=scaled.run) as run:
+        ours.apply(x, w, target, 0.7)
+    eager = run.call_args.args[1]
+    assert [call.args[2] for call in begun.call_args_list] == [eager] * 2
+    assert int(eager.workspace_mb) == (150 if frozen else 50)
+    assert not any(call.args[1].dense for call in begun.call_args_list)
 
 
 class Older:

@@ -8,14 +8,16 @@ import pytest
 import torch
 
 import liger_cutedsl
-from liger_cutedsl import LossOptions, fused_linear_cross_entropy
+from liger_cutedsl import LossOptions, fused_linear_cross_entropy, tiling
 from liger_cutedsl.call import TENSORS, Problem, WantedGradients
+from liger_cutedsl.engines import torch_engine
 from liger_cutedsl.engines.torch_engine import TorchEngine
 from liger_cutedsl.route import Settings
 from liger_cutedsl.rows import TargetCheck
 from liger_cutedsl.saved_state import put_together
-from liger_cutedsl.schedules import single_pass
+from liger_cutedsl.schedules import recompute, single_pass
 from liger_cutedsl.schedules.schedule import Task
+from per_token import peak_of
 from reference import GRADIENT_BOUND, Case, assert_close, check_case, reference
 
 X, W = torch.randn(2000, 64, requires_grad=True), torch.randn(20000, 64, requires_grad=True)
@@ -208,6 +210,74 @@ def test_single_pass_keeps_no_inputs():
         weight.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.fixture
+def few_rows_at_a_time(monkeypatch):
+    """A forward alone takes 32 rows at a time, on any engine, however little that saves."""
+    for module in (torch_engine, tiling):
+        monkeypatch.setattr(module, "FORWARD_ROWS", 32)
+    monkeypatch.setattr(recompute, "FORWARD_BYTES", 0)
+    monkeypatch.setattr(tiling, "SLICES_COST", 100.0)
+    tiling.WaveModel.forward_rows.cache_clear()
+    yield
+    tiling.WaveModel.forward_rows.cache_clear()
+
+
+def forward_of_all_kinds(place, case, call):
+    """Results of each operator without gradients, flat."""
+    x, weight, target, bias, _ = case.tensors()
+    asked = dict(bias=bias, softcap=5.0, **call)
+    extra = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+    ids = torch.tensor([3, 0, 3], device=place.device)
+    a = torch.linspace(-1, 1, case.tokens, device=place.device)
+    with torch.no_grad():
+        found = liger_cutedsl.fused_linear_log_probs(
+            x, weight, target, selected_token_ids=ids, **{f"return_{name}": True for name in extra}, **asked
+        )
+        loss = fused_linear_cross_entropy(x, weight, target, return_predicted_tokens=True, **asked)
+        own = liger_cutedsl.fused_linear_loss(
+            x, weight, target, lambda v, a: (v.entropy * a - v.log_prob, v.argmax), a, **asked
+        )
+    return [*found, loss.loss, loss.predicted_tokens, own.loss, *own.aux]
+
+
+def test_a_forward_alone_in_slices_of_rows(place, few_rows_at_a_time, monkeypatch):
+    """What all rows at once give, to the bit on the CuTe engine, whose tiles know nothing of their neighbours; on the
+    torch engine a product of fewer rows may be summed in another order."""
+    case = Case(tokens=131, vocab=500, dtype=place.dtypes[0], device=place.device, bias=True, ignored=0.02)
+    call = dict(engine=place.engine, schedule="recompute", workspace_mb=place.workspace_mb)
+    with torch.no_grad():
+        assert liger_cutedsl.explain(*case.tensors()[:2], **call).chunk == 32
+    sliced = forward_of_all_kinds(place, case, call)
+    monkeypatch.setattr(recompute, "FORWARD_BYTES", 2**40)
+    with torch.no_grad():
+        assert liger_cutedsl.explain(*case.tensors()[:2], **call).chunk == 0
+    for part, whole in zip(sliced, forward_of_all_kinds(place, case, call), strict=True):
+        if place.engine == "cute" or not part.is_floating_point():
+            assert torch.equal(part, whole)
+        else:
+            assert_close(part, whole.double(), 64 * torch.finfo(part.dtype).eps, "forward in slices", size=40.0)
+
+
+def test_a_forward_alone_in_slices_takes_what_a_slice_takes(few_rows_at_a_time, monkeypatch):
+    """As predicted, and less than all rows at once."""
+    for module in (torch_engine, tiling):
+        monkeypatch.setattr(module, "FORWARD_ROWS", 512)
+    x, weight, target = torch.randn(4096, 64), torch.randn(8192, 64), torch.randint(0, 8192, (4096,))
+
+    def peak():
+        call = lambda: liger_cutedsl.fused_linear_log_probs(x, weight, target, return_entropy=True)  # noqa: E731
+        call()
+        return peak_of(call), liger_cutedsl.explain(x, weight, log_probs=True, return_entropy=True)
+
+    sliced, route = peak()
+    monkeypatch.setattr(recompute, "FORWARD_BYTES", 2**40)
+    whole, other = peak()
+    assert route.chunk == 512 and route.tile_width == other.tile_width
+    assert 7 * route.workspace_bytes < other.workspace_bytes and 6 * sliced < whole
+    for counted, promised in ((sliced, route), (whole, other)):
+        assert abs(counted - promised.workspace_bytes) <= 0.03 * counted + 40 * 4 * 4096
 
 
 def test_recompute_keeps_exponentials_in_the_memory_of_dw():

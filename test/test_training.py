@@ -71,6 +71,13 @@ def test_trls_trainers_follow_its_own_head(trl_output, trainer):
     assert f"ok {trainer}" in trl_output.splitlines()
 
 
+def test_trls_grpo_with_its_loss_in_the_models_forward(stacks):
+    """Losses, gradients and what is logged, by TRL's own _compute_loss; and what is refused. See
+    trl_row_loss_worker.py."""
+    pytest.importorskip("trl.kernels", reason="TRL 1.15 or later is not installed")
+    assert run_worker(worker=WORKER.with_name("trl_row_loss_worker.py")).count("ok ") == 9
+
+
 def test_the_oldest_transformers_that_liger_accepts(stacks, tmp_path):
     """transformers 5.0 in a folder of its own, in front of the installed one: the patched models, and the Trainer."""
     install = [sys.executable, "-m", "pip", "install", "-q", "--target", tmp_path, "transformers==5.0.0"]

@@ -12,8 +12,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import liger_cutedsl
+from liger_cutedsl import routing, rows, testing, torch_compile_log_probs
 from liger_cutedsl.liger import drop_in, trl
 from liger_cutedsl.liger.trl import OPTIONAL_OUTPUTS, Problem
+from liger_cutedsl.replaced import settings_within
+from liger_cutedsl.route import Settings
 from per_token import FLOAT32, error, in_float64, largest_error, peak_of, reference
 
 kernels = pytest.importorskip("trl.kernels", reason="TRL 1.15 or later is not installed")
@@ -357,7 +360,7 @@ def test_compiled_a_cpu_call_is_trls_own(enabled):
 
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, w: head(x, w, kernels.ChunkedLogProbFunction.apply), fullgraph=True)
-    with mock.patch.object(trl, "fused_linear_log_probs", side_effect=AssertionError("TRL's own was to run")):
+    with mock.patch.object(trl, "entered_log_probs", side_effect=AssertionError("TRL's own was to run")):
         loss = compiled(x, w)
     loss.backward()
     eager = head(y, v, HOME.ChunkedLogProbFunction.apply)
@@ -464,8 +467,6 @@ def test_a_value_outside_our_options_is_trls(enabled, calls_of_trls, case, monke
 @trls_on_a_cpu
 def test_where_the_kernels_run_ours_does(enabled, calls_of_trls):
     """As on a GPU: the CuTe engine is possible, and the torch engine stands in for it."""
-    from liger_cutedsl import testing
-
     x, w, _, target = inputs(torch.bfloat16)
     with testing.planted_kernel_failure("backward"):
         log_probs, *_ = kernels.ChunkedLogProbFunction.apply(x, w, None, target, 0.7, 32768)
@@ -500,7 +501,7 @@ def test_the_budget_is_what_trl_takes(kind, trained, monkeypatch):
 
     call()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "autocast"):
-        budget = trl.original_bytes(Problem(x, w, target, options=trl.LogProbOptions()), chunk)
+        budget = trl.original_bytes(Problem(x, w, target, options=trl.LogProbOptions()), None, chunk)
     results = sum(t.numel() * t.element_size() for t in (x, w) if t.requires_grad)
     assert budget > 0 and budget + results <= peak_of(call)
     logits = 128 * chunk * (4 if kind == "float32" else 2)
@@ -512,12 +513,92 @@ def test_the_budget_is_what_trl_takes(kind, trained, monkeypatch):
 def test_the_users_workspace_comes_first(monkeypatch):
     x, w, _, target = inputs()
     problem = Problem(x, w, target)
-    assert drop_in.settings_within(problem, 300 * 2**20).workspace_mb == 300
+    assert settings_within(problem, Settings.resolve(), 300 * 2**20).workspace_mb == 300
     with torch.autocast("cpu", dtype=torch.bfloat16):  # whose copies ours makes too
         copies = 2 * (TOKENS + VOCAB) * HIDDEN
-        assert drop_in.settings_within(problem, 300 * 2**20).budget(0) == 300 * 2**20 - copies
+        assert settings_within(problem, Settings.resolve(), 300 * 2**20).budget(0) == 300 * 2**20 - copies
     monkeypatch.setenv("LIGER_CUTEDSL_WORKSPACE_MB", "77")
-    assert drop_in.settings_within(problem, 300 * 2**20).workspace_mb == 77
+    assert settings_within(problem, Settings.resolve(), 300 * 2**20).workspace_mb == 77
+
+
+@pytest.mark.parametrize("workspace", [None, "77"])
+@pytest.mark.parametrize("kind", ["float32", "autocast"])
+def test_compiled_the_workspace_is_trls_too(ours, kind, workspace, monkeypatch):
+    """Forward's and backward's, for every number of tokens of one graph; the user's where the variable names one."""
+    if workspace:
+        monkeypatch.setenv("LIGER_CUTEDSL_WORKSPACE_MB", workspace)
+
+    def head(x, w, target):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "autocast"):
+            return ours.apply(torch.tanh(x), w, None, target, 0.7, 2**20)[0].sum()
+
+    torch._dynamo.reset()
+    dynamic = kind == "autocast" or None  # all sizes but a parameter's, or a second number of tokens
+    compiled = torch.compile(head, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for tokens in (TOKENS, 40):
+        x, w, _, target = inputs(tokens=tokens)
+        w = torch.nn.Parameter(w.detach())
+        with mock.patch.object(torch_compile_log_probs, "begun", wraps=torch_compile_log_probs.begun) as begun:
+            compiled(x, w, target).backward()
+        with mock.patch.object(trl, "run", wraps=trl.run) as run:
+            head(x, w, target)
+        eager = run.call_args.args[1]
+        assert [call.args[2] for call in begun.call_args_list] == [eager] * 2
+        assert eager.workspace_mb > 60 or workspace
+        assert all(call.args[1].dense for call in begun.call_args_list), "its targets are not read"
+
+
+# What is decided, read and refused
+
+
+def test_a_call_is_planned_once(enabled):
+    """Whose it is and how it runs: one question, whatever the answer; once more only for the rows that are left."""
+    x, w, _, target = inputs(torch.bfloat16)
+    counted = mock.patch.object(routing, "_schedule", wraps=routing._schedule)
+    with testing.planted_kernel_failure("backward"), counted as plan:
+        kernels.ChunkedLogProbFunction.apply(x, w, None, target, 0.7, 32768)
+    assert plan.call_count == 1
+
+
+def test_a_planned_call_whose_kernel_fails_is_planned_again(enabled):
+    x, w, _, target = inputs(torch.bfloat16)
+    with testing.planted_kernel_failure("forward"):
+        log_probs, *_ = kernels.ChunkedLogProbFunction.apply(x, w, None, target, 0.7, 32768)
+        assert testing.kernel_failure() is not None
+    x64, w64 = in_float64(x, w)
+    assert largest_error(log_probs, reference(x64, w64, target, temperature=0.7).log_probs) <= FLOAT32 * 60
+
+
+def test_targets_are_not_read(ours):
+    """TRL filters them: no read of the device, in forward or backward."""
+    x, w, _, target = inputs()
+    with mock.patch.object(rows, "_summary", side_effect=AssertionError("read")):
+        log_probs, *_ = ours.apply(x, w, None, target, 0.7, CHUNK)
+        log_probs.sum().backward()
+
+
+@pytest.mark.parametrize("schedule", ["kept", "tiles"])
+@pytest.mark.parametrize("bad", [-1, -100, VOCAB, VOCAB + 5, 2**31 - 1])
+def test_an_id_out_of_range_belongs_to_no_column(ours, bad, schedule, monkeypatch):
+    """No access out of bounds, and nothing of another row changes."""
+    if schedule == "tiles":
+        monkeypatch.setenv("LIGER_CUTEDSL_WORKSPACE_MB", "0.05")
+    x, w, _, target = inputs()
+    y, v, *_ = inputs()
+    ours.apply(y, v, None, target, 0.7, CHUNK)[0][1:].sum().backward()
+    target[0] = bad
+    found = ours.apply(x, w, None, target, 0.7, CHUNK)
+    assert found[0][0] == -torch.inf and not found[4][0]
+    found[0][1:].sum().backward()
+    assert torch.equal(x.grad, y.grad) and torch.equal(w.grad, v.grad)
+    x.grad = w.grad = None
+    found = ours.apply(x, w, None, target, 0.7, CHUNK)
+    loss_of(*found[:2]).backward()
+    row = x.detach()[:1].double().requires_grad_()
+    log_p = torch.log_softmax(row @ w.detach().double().T / 0.7, dim=1)
+    lse = torch.logsumexp(row @ w.detach().double().T / 0.7, dim=1)
+    (-2.0 * lse - 0.5 * (log_p.exp() * log_p).sum(dim=1)).sum().backward()  # without a target's logit
+    assert largest_error(x.grad[:1], row.grad) <= FLOAT32 * 60
 
 
 # enable() and disable()

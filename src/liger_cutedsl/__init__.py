@@ -8,10 +8,10 @@ LIGER_KERNEL_IMPL=cutedsl makes Liger-Kernel use it; liger_cutedsl.enable() does
 
 from liger_cutedsl.api import (
     LigerFusedLinearCrossEntropyFunction,
-    explain,
     fused_linear_cross_entropy,
     vocab_parallel_fused_linear_cross_entropy,
 )
+from liger_cutedsl.api_explain import explain
 from liger_cutedsl.api_log_probs import fused_linear_log_probs, vocab_parallel_fused_linear_log_probs
 from liger_cutedsl.api_row_loss import fused_linear_loss, vocab_parallel_fused_linear_loss
 from liger_cutedsl.cross_entropy import LossOutput

@@ -57,8 +57,11 @@ def report() -> None:
         print(f"  {line}")
     print("routes (forward and backward)")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for name, tokens, hidden, vocab, dtype in TYPICAL:
-        print(f"  {name:13} N={tokens} H={hidden} V={vocab}: {_route(device, tokens, hidden, vocab, dtype)}")
+    for name, *head in TYPICAL:
+        print(f"  {name:13} {_sizes(*head)}: {_route(device, *head)}")
+    name, *head = TYPICAL[0]
+    print(f"  {name:13} log-probabilities and entropy: {_route(device, *head, log_probs=True, return_entropy=True)}")
+    print(f"  {name:13} a row loss of every statistic: {_route(device, *head, row_loss=_every_statistic)}")
     advice = list(_advice())
     if advice:
         print("for more")
@@ -99,12 +102,20 @@ def _liger_lines():
     yield f"LIGER_KERNEL_IMPL=cutedsl loads {path}"
 
 
-def _route(device: str, tokens: int, hidden: int, vocab: int, dtype: torch.dtype):
+def _sizes(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> str:
+    return f"N={tokens} H={hidden} V={vocab}"
+
+
+def _every_statistic(values):
+    return values.lse - values.log_prob - values.entropy - values.mean_logit * values.argmax
+
+
+def _route(device: str, tokens: int, hidden: int, vocab: int, dtype: torch.dtype, **operator):
     with FakeTensorMode():  # shapes and devices without memory
         x = torch.empty(tokens, hidden, dtype=dtype, device=device, requires_grad=True)
         weight = torch.empty(vocab, hidden, dtype=dtype, device=device, requires_grad=True)
         try:
-            return explain(x, weight)
+            return explain(x, weight, **operator)
         except RuntimeError as error:  # an engine forced by the environment that cannot run here
             return error
 
@@ -158,6 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
     compiling = commands.add_parser("compile", help="compile the CuTe kernels; needs no GPU")
     compiling.add_argument("--arch", action="append", choices=architectures.TARGETS, help="may be given more than once")
     compiling.add_argument("--typical", action="store_true", help="a representative few instead of every kernel")
+    compiling.add_argument("--dtype", action="append", choices=kernel_variants.DTYPES, help="those of one dtype alone")
     compiling.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     compiling.add_argument("--json", action="store_true", help="print JSON instead of a table")
     chosen = parser.parse_args(arguments)
@@ -178,6 +190,7 @@ def run_check() -> int:
 def run_compile(chosen) -> int:
     """Compiles, prints, and returns 1 where a kernel failed or is not what it should be."""
     variants = kernel_variants.typical_variants() if chosen.typical else kernel_variants.all_variants()
+    variants = [variant for variant in variants if variant.dtype in (chosen.dtype or kernel_variants.DTYPES)]
     results = []
     for arch in chosen.arch or architectures.SUPPORTED_TARGETS:
         results += ahead_of_time.compile_architecture(arch, variants, max(1, chosen.jobs))

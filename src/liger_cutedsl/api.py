@@ -1,24 +1,20 @@
-"""The entrances: keyword functions with every option spelt out, and Liger-Kernel's autograd class."""
+"""The entrances for cross entropy: keyword functions with every option spelt out, and Liger-Kernel's autograd class."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from liger_cutedsl.autograd import explained, run
-from liger_cutedsl.call import Problem, WantedGradients, planned_device
-from liger_cutedsl.checks import check_tensors
-from liger_cutedsl.compat import FakeTensorMode
+from liger_cutedsl.autograd import run
+from liger_cutedsl.call import Problem
 from liger_cutedsl.cross_entropy import LossOutput
 from liger_cutedsl.entering import entered, flattened
 from liger_cutedsl.options import LossOptions, suggesting
-from liger_cutedsl.route import Route, Settings
-from liger_cutedsl.split import WHOLE, PlannedShare, over_ranks
+from liger_cutedsl.route import Settings
+from liger_cutedsl.split import over_ranks
 from liger_cutedsl.weight_grad_buffer import WeightGradBuffer
-from liger_cutedsl.without_data import planned
 
 
 @suggesting
@@ -228,71 +224,3 @@ class LigerFusedLinearCrossEntropyFunction:
         tensors = (_input, weight, target, bias, ce_weight, None)
         output = entered(tensors, options, chunk_mem_const=chunk_mem_const)
         return tuple(LigerResults(output.loss, output.z_loss, output.token_accuracy, output.predicted_tokens))
-
-
-@suggesting
-def explain(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor | None = None,
-    *,
-    bias: torch.Tensor | None = None,
-    ce_weight: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    lse_square_scale: float = 0.0,
-    label_smoothing: float = 0.0,
-    reduction: str = "mean",
-    softcap: float | None = None,
-    temperature: float = 1.0,
-    logit_scale: float = 1.0,
-    use_token_scaling: bool = False,
-    accum_dtype: torch.dtype | None = None,
-    return_z_loss: bool = False,
-    return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
-    weight_grad_buffer: torch.Tensor | None = None,
-    gradient_accumulation_fusion: bool = False,
-    engine: str | None = None,
-    schedule: str | None = None,
-    workspace_mb: float | None = None,
-    split: bool = False,
-) -> Route:
-    """The route fused_linear_cross_entropy would take with these arguments, without running anything.
-
-    split: that of vocab_parallel_fused_linear_cross_entropy, with weight, bias and ce_weight this rank's rows, if all
-        ranks had as much room; Route.chunk_limit is what they would have to agree on. No process group is needed.
-
-    Takes tensors without data too: fake ones, and meta ones, which are taken for the GPU's where there is one, else for
-    the CPU's. target may be left out, for one without ignored entries; a given one is read, as a call does. (While a
-    CUDA graph is captured, it cannot be read, and a float16 mean takes `recompute`.)
-    """
-    options = LossOptions(
-        ignore_index=ignore_index,
-        lse_square_scale=lse_square_scale,
-        label_smoothing=label_smoothing,
-        reduction=reduction,
-        softcap=softcap,
-        temperature=temperature,
-        logit_scale=logit_scale,
-        use_token_scaling=use_token_scaling,
-        accum_dtype=accum_dtype,
-        return_z_loss=return_z_loss,
-        return_token_accuracy=return_token_accuracy,
-        return_predicted_tokens=return_predicted_tokens,
-    )
-    x = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
-    dense = target is None
-    if dense:
-        with FakeTensorMode():  # nothing is allocated
-            target = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
-    elif target.dim() != 1:
-        target = target.reshape(-1)
-    buffer = WeightGradBuffer.of(weight, weight_grad_buffer, gradient_accumulation_fusion)
-    problem = Problem(x, weight, target, bias, ce_weight, options, dense, weight_grad_buffer=buffer)
-    check_tensors(problem)
-    settings = Settings.resolve(engine, schedule, workspace_mb)
-    share = PlannedShare() if split else WHOLE
-    route = explained(planned(problem), WantedGradients.of(problem), settings, share)
-    if not x.is_meta:
-        return route
-    return replace(route, reason=f"{route.reason} (meta tensors, taken for {planned_device(x.device).type}'s)")

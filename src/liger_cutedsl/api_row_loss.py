@@ -14,7 +14,7 @@ from liger_cutedsl.checkpointing import between_graphs
 from liger_cutedsl.entering import flattened, run_eager
 from liger_cutedsl.options import RowLossOptions, python_scalar, suggesting
 from liger_cutedsl.route import Settings
-from liger_cutedsl.row_check import read_by, reads_also
+from liger_cutedsl.row_check import known_reads, read_by, reads_also
 from liger_cutedsl.row_function import NotComputed, RowLoss
 from liger_cutedsl.row_loss import RowLossOutput
 from liger_cutedsl.row_tensors import with_gradients
@@ -144,36 +144,52 @@ def _called(tensors, options: dict, function: Callable, row_tensors: tuple, use:
     """use(problem), with the statistics that the function reads, and the row tensors' gradients."""
     x, weight, target, bias = tensors
     options, shape = RowLossOptions(**options), getattr(target, "shape", None)
-    if not callable(function):
-        raise TypeError(f"row_loss must be callable as row_loss(values, *row_tensors), got {type(function)}")
     x, target = flattened(x, target)
-    rows = tuple(_flat(i, value, target, shape) for i, value in enumerate(row_tensors))
-    wanted = tuple(isinstance(v, torch.Tensor) and gradients_needed(v)[0] for v in rows)
-    differentiated = any((*gradients_needed(*(_tensor(t) for t in (x, weight, bias))), *wanted))
-    loss = RowLoss(function, rows, wanted, differentiated, torch.is_grad_enabled())
-    problem = Problem(x, weight, target, bias, options=options, row_loss=loss)
-    found = _used(use, problem)
-    count = len(found.aux) - sum(wanted)
-    own = tuple(v for v, wants in zip(rows, wanted, strict=True) if wants)
+    loss = row_loss_of(function, row_tensors, (x, weight, target, bias), shape)
+    found = _used(use, Problem(x, weight, target, bias, options=options, row_loss=loss))
+    count = len(found.aux) - sum(loss.wanted)
+    own = tuple(v for v, wants in zip(loss.tensors, loss.wanted, strict=True) if wants)
     result = with_gradients(found.loss, own, found.aux[count:])
     shown = found._replace(loss=result, aux=found.aux[:count])
     return shown.result(shape)
 
 
+def row_loss_of(function: Callable, row_tensors: tuple, tensors: tuple, shape) -> RowLoss:
+    """A function with its row tensors, of a call with x, weight, target and bias. shape: of the caller's target.
+
+    Raises TypeError or ValueError by name."""
+    if not callable(function):
+        raise TypeError(f"row_loss must be callable as row_loss(values, *row_tensors), got {type(function)}")
+    x, weight, target, bias = tensors
+    rows = tuple(_flat(i, value, target, shape) for i, value in enumerate(row_tensors))
+    wanted = tuple(isinstance(v, torch.Tensor) and gradients_needed(v)[0] for v in rows)
+    differentiated = any((*gradients_needed(*(_tensor(t) for t in (x, weight, bias))), *wanted))
+    return RowLoss(function, rows, wanted, differentiated, torch.is_grad_enabled())
+
+
 def _used(use: Callable, problem: Problem) -> RowLossOutput:
+    """use(problem), whose options say what its function reads, as far as that is known, or can be found out."""
     for tensor in (problem.x, problem.weight, problem.target):
         if not isinstance(tensor, torch.Tensor):
             return use(problem)  # which refuses it by name
-    plain = replace(problem, x=_local(problem.x), weight=_local(problem.weight), target=_whole(problem), bias=None)
-    refuse_without_data(plain)
-    with torch.no_grad():
-        read = read_by(plain)
+    read = reads_of(problem)
     while True:
         try:
-            flags = {f"reads_{name}": True for name in read}
-            return use(replace(problem, options=replace(problem.options, **flags)))
+            return use(replace(problem, options=problem.options.reading(read)))
         except NotComputed as missing:
-            read = reads_also(plain, missing.name) | read
+            read = reads_also(problem.row_loss, missing.name) | read
+
+
+def reads_of(problem: Problem) -> frozenset[str]:
+    """Which statistics a problem's function reads: known of an earlier call, or asked now, which checks it. Raises
+    ValueError for what is no loss of rows."""
+    read = known_reads(problem.row_loss)
+    if read is None:
+        plain = replace(problem, x=_local(problem.x), weight=_local(problem.weight), target=_whole(problem), bias=None)
+        refuse_without_data(plain)
+        with torch.no_grad():
+            read = read_by(plain)
+    return read
 
 
 def _whole(problem: Problem) -> torch.Tensor:
@@ -195,7 +211,7 @@ def _local(value):
 
 def _flat(index: int, value, target, shape):
     """A row tensor as (N, ...), a () tensor or a number as it is. Raises TypeError or ValueError by its position."""
-    name = f"row_tensors[{index}]"
+    name, dims = f"row_tensors[{index}]", 0 if shape is None else len(shape)
     if not isinstance(value, torch.Tensor):
         number = python_scalar(value)
         if not isinstance(number, (bool, int, float)):
@@ -205,11 +221,11 @@ def _flat(index: int, value, target, shape):
         raise TypeError(f"{name} is a DTensor: pass {name}.full_tensor(), the same on every rank")
     if not isinstance(target, torch.Tensor) or not value.dim():
         return value
-    if tuple(value.shape[: len(shape)]) != tuple(shape):
+    if value.shape[:dims] != shape:
         raise ValueError(
             f"{name} must have target's shape {tuple(shape)}, or more dimensions behind it, got {tuple(value.shape)}: "
             f"expand what several rows share"
         )
     if value.device != target.device:
         raise ValueError(f"{name} must be on target's device {target.device}, got {value.device}")
-    return value.reshape(-1, *value.shape[len(shape) :])
+    return value if dims == 1 else value.reshape(-1, *value.shape[dims:])

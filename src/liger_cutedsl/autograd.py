@@ -34,7 +34,6 @@ from liger_cutedsl.shards import OtherShards
 from liger_cutedsl.split import WHOLE, Split
 from liger_cutedsl.upstream import History, history_of
 from liger_cutedsl.weight_grad_buffer import added_once, wholly_added
-from liger_cutedsl.without_data import shapes_only
 
 
 @dataclass(frozen=True)
@@ -135,41 +134,38 @@ def with_fallback(settings: Settings, attempt: Callable):
 
 
 def begun(
-    use: Callable, problem: Problem, settings: Settings, wanted: WantedGradients, split: Split = WHOLE, expected=None
+    use: Callable,
+    problem: Problem,
+    settings: Settings,
+    wanted: WantedGradients,
+    split: Split = WHOLE,
+    expected=None,
+    foreseen: Route | None = None,
 ):
     """use(call) of a checked problem, refused by now for all that it can be refused for.
 
     Where no row of it is likely to be dropped, the call begins before that is known, on an engine that can wait for the
-    answer behind its first GEMM. expected: Task.expected_upstream.
+    answer behind its first GEMM. expected: Task.expected_upstream. foreseen: the route of all of the problem's rows,
+    where it is known.
     """
     with torch.no_grad():
         check, call = TargetCheck(problem, split.vocab), None
         if check.likely_whole and split.settled:
             task = Task(check.whole(), wanted, settings, split, expected)
-            call = _planned(task, Rows(), problem, check.confirm_whole)
+            call = _planned(task, Rows(), problem, check.confirm_whole, foreseen)
     if call is not None and call.route.engine == "cute":
         with contextlib.suppress(TooManyIgnored):  # nothing was handed out; the rows that count are computed below
             return use(call)
     with torch.no_grad():
         rows = check.rows()
         task = Task(check.compact(rows), wanted, settings, split, expected, rows.dropped, rows.bytes(problem))
-        call = _planned(task, rows, problem)
+        call = _planned(task, rows, problem, foreseen=None if rows.dropped else foreseen)
     return use(call)
 
 
-def explained(problem: Problem, wanted: WantedGradients, settings: Settings, split: Split = WHOLE) -> Route:
-    """The route that begun() takes, of a checked problem, where no row needs to be dropped or these targets say so."""
-    if problem.dense or shapes_only(*(getattr(problem, name) for name in TENSORS)):
-        return planned(Task(replace(problem, dense=True), wanted, settings, split))[1]
-    check = TargetCheck(problem, split.vocab)
-    rows = check.rows()
-    part = check.whole() if rows.keep is None else replace(problem.of(slice(len(rows.keep))), dense=True)
-    return planned(Task(part, wanted, settings, split, dropped=rows.dropped, beside=rows.bytes(problem)))[1]
-
-
-def _planned(task: Task, rows: Rows, whole: Problem, confirm=None) -> Call:
+def _planned(task: Task, rows: Rows, whole: Problem, confirm=None, foreseen: Route | None = None) -> Call:
     try:
-        engine, route = planned(task, confirm)
+        engine, route = planned(task, confirm, foreseen)
     except RuntimeError:
         task.split.refused(task.problem)
         raise
@@ -218,6 +214,7 @@ def run(
     settings: Settings,
     split_of: Callable[[Problem, WantedGradients, Settings], Split] | None = None,
     around_backward: Callable = contextlib.nullcontext,
+    foreseen: Route | None = None,
 ) -> NamedTuple:
     """Checks, routes and runs a problem under autograd. Returns the results of its objective.
 
@@ -225,9 +222,10 @@ def run(
     bias and ce_weight; asked again where the ranks turn out to have other shares, or budgets, than they thought.
     around_backward: makes a context that backward enters before it looks at x, weight and bias (as ZeRO-3 gathers a
         parameter), and leaves when their gradients are computed.
+    foreseen: the route of all of the problem's rows, for a caller that had to know it; planned here, if None.
     """
     check_tensors(problem, empty_shard=split_of is not None)
-    wanted = WantedGradients.of(problem)
+    wanted, routes = WantedGradients.of(problem), [foreseen]
 
     def attempt():
         split = WHOLE if split_of is None else split_of(problem, wanted, settings)
@@ -238,7 +236,7 @@ def run(
         def applied(call: Call) -> NamedTuple:
             return _applied(replace(call, around_backward=around_backward), history)
 
-        return begun(applied, problem, settings, wanted, split, expected)
+        return begun(applied, problem, settings, wanted, split, expected, routes.pop() if routes else None)
 
     try:
         return with_fallback(settings, attempt)

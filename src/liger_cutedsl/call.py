@@ -39,6 +39,10 @@ class Outline:
     def numel(self) -> int:
         return self.shape.numel()
 
+    def __getitem__(self, rows: slice) -> Outline:
+        first, *others = self.shape
+        return replace(self, shape=torch.Size([len(range(first)[rows]), *others]))
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -112,6 +116,8 @@ class Problem:
 
     def of(self, rows: slice | torch.Tensor) -> Problem:
         """The same for some of the rows: a slice, or their indices."""
+        if isinstance(rows, slice) and rows.indices(self.tokens) == (0, self.tokens, 1):
+            return replace(self, count=None)
         part = {name: v[rows] for name, v in self.tensors().items() if TENSORS[name] == "tokens"}
         return replace(self, count=None, row_loss=self.row_loss and self.row_loss.of(rows), **part)
 

@@ -25,15 +25,16 @@ def _leaves(result: torch.Tensor) -> Iterator[torch.Tensor]:
     if result.grad_fn is None:
         yield result
         return
-    ahead, seen = [result.grad_fn], set()
+    ahead, seen = [result.grad_fn], {None, result.grad_fn}
     while ahead:
         node = ahead.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
+        inputs = node.next_functions
+        if not inputs and hasattr(node, "variable"):
             yield node.variable
-        ahead += [following for following, _ in node.next_functions]
+        for following, _ in inputs:
+            if following not in seen:
+                seen.add(following)
+                ahead.append(following)
 
 
 def name_in(function: Callable, tensor: torch.Tensor) -> str:

@@ -26,6 +26,7 @@ from liger_cutedsl.call import (
     planned_device,
 )
 from liger_cutedsl.options import LogitOptions
+from liger_cutedsl.replaced import replacing
 from liger_cutedsl.route import Settings
 
 _TYPES = {"torch.dtype": "ScalarType"}  # of the schema, where it has another word than Python
@@ -37,7 +38,7 @@ def call_schema(options: type[LogitOptions]) -> str:
     annotations = [(field.name, *field.type.split(" | ")) for field in fields(options)]
     return ", ".join(
         [f"{_TYPES.get(kind, kind)}{'?' * bool(optional)} {name}" for name, kind, *optional in annotations]
-        + ["str engine, str schedule, float? workspace_mb, int chunk_mem_const, ScalarType? autocast"]
+        + ["str engine, str schedule, float? workspace_mb, int chunk_mem_const, str replaces, ScalarType? autocast"]
         + [f"bool needs_{name}" for name in DIFFERENTIABLE]
     )
 
@@ -47,7 +48,7 @@ def defaults_of(options: type[LogitOptions]) -> dict:
     return {field.name: field.default for field in fields(options)}
 
 
-def call_values(options: dict, named: dict, engine, schedule, workspace_mb, multiple) -> list:
+def call_values(options: dict, named: dict, engine, schedule, workspace_mb, multiple, replaces="") -> list:
     """The values of call_schema's arguments. options: all of them, in its order. named: tensors by name."""
     return [
         *options.values(),
@@ -55,26 +56,38 @@ def call_values(options: dict, named: dict, engine, schedule, workspace_mb, mult
         (os.environ.get("LIGER_CUTEDSL_SCHEDULE") or "auto") if schedule is None else schedule,
         workspace_mb,
         multiple,
+        replaces,
         autocast_dtype(named["x"].device),
         *gradients_needed(*(named[name] for name in DIFFERENTIABLE)),
     ]
 
 
 class Arguments(NamedTuple):
-    """The arguments of an op, as everything else in this package knows them."""
+    """The arguments of an op, as everything else in this package knows them.
+
+    replaces: words for the original that a drop-in takes the place of, or "".
+    """
 
     problem: Problem
     settings: Settings
     needs: tuple[bool, ...]
     autocast: torch.dtype | None
+    replaces: str
 
     @classmethod
     def of(cls, options: type[LogitOptions], *arguments) -> Arguments:
         tensors, rest, count = arguments[: len(TENSORS)], arguments[len(TENSORS) :], len(fields(options))
-        engine, schedule, workspace_mb, chunk_mem_const, autocast, *needs = rest[count:]
+        engine, schedule, workspace_mb, chunk_mem_const, replaces, autocast, *needs = rest[count:]
         settings = Settings.resolve(engine, schedule, workspace_mb, chunk_mem_const)
         problem = Problem(**dict(zip(TENSORS, tensors, strict=True)), options=options(*rest[:count]))
-        return cls(problem, settings, tuple(needs), autocast)
+        return cls(problem, settings, tuple(needs), autocast, replaces)
+
+    def with_data(self) -> Arguments:
+        """The same where tensors have data, and so sizes, in context(): with the workspace of a drop-in."""
+        if not self.replaces:
+            return self
+        problem, settings = replacing(self.problem, self.settings, self.wanted, self.replaces)
+        return self._replace(problem=problem, settings=settings)
 
     def context(self) -> contextlib.AbstractContextManager:
         """The autocast the graph was traced under."""

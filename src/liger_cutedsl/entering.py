@@ -46,12 +46,13 @@ def entered(
 
 
 def entered_log_probs(
-    tensors, options: dict, engine=None, schedule=None, workspace_mb=None, weight_grad_buffer=None
+    tensors, options: dict, engine=None, schedule=None, workspace_mb=None, weight_grad_buffer=None, replaces=""
 ) -> LogProbs:
-    """The same for log-probabilities."""
+    """The same for log-probabilities. replaces: in a graph, the original that a drop-in takes the place of
+    (replaced.py)."""
     if not _is_distributed(tensors) and (torch.compiler.is_compiling() or shapes_only(*tensors)):
         _check_traceable(options, weight_grad_buffer)
-        return run_compiled_log_probs(tensors, options, engine, schedule, workspace_mb)
+        return run_compiled_log_probs(tensors, options, engine, schedule, workspace_mb, replaces)
     named = dict(zip(TENSORS, tensors, strict=True))
     problem = Problem(**named, options=LogProbOptions(**options), weight_grad_buffer=weight_grad_buffer)
     return run_eager(problem, Settings.resolve(engine, schedule, workspace_mb))

@@ -33,41 +33,32 @@ class Variant:
 
 
 def all_variants() -> list[Variant]:
-    """Every kernel that a loss without temperature and logit scale asks for, and those of log-probabilities.
-
-    What else there is is compiled when a call comes to it.
-    """
-    return list(dict.fromkeys([*_of_losses(), *_of_log_probs()]))
-
-
-def _of_log_probs() -> list[Variant]:
-    """By themselves, with the entropy, and with all that goes with them."""
+    """Every kernel that a call of any operator can ask for."""
     variants = []
-    everything = EpilogueFlags(entropy=True, sum_sq=True, smoothing=True, argmax=True)
     for bias, softcap, scale, dtype in itertools.product(*[(False, True)] * 3, DTYPES):
         logits = {"bias": bias, "softcap": softcap, "scale": scale}
-        for extra in (EpilogueFlags(), EpilogueFlags(entropy=True), everything):
-            flags = replace(extra, **logits)
-            if extra != everything:
-                variants.append(Variant("backward", flags, dtype))
-            for ragged in (False, True):
-                variants.append(Variant("forward", flags, dtype, ragged))
-                if not (softcap and extra.entropy):  # such a call stores no exponentials
-                    variants.append(Variant("exp", flags, dtype, ragged))
+        variants += [Variant("backward", replace(flags, **logits), dtype) for flags in _of_gradients()]
+        for statistics, ragged in itertools.product(_of_statistics(), (False, True)):
+            flags = replace(statistics, **logits)
+            variants.append(Variant("forward", flags, dtype, ragged))
+            if not (softcap and (flags.smoothing or flags.entropy)):  # such a call stores no exponentials
+                variants.append(Variant("exp", flags, dtype, ragged))
     return variants
 
 
-def _of_losses() -> list[Variant]:
-    variants = []
-    combinations = itertools.product((False, True), (False, True), (None, False, True), DTYPES)
-    for bias, softcap, weighted, dtype in combinations:
-        flags = EpilogueFlags(bias, softcap, ce_weight=bool(weighted), smoothing=weighted is not None)
-        variants.append(Variant("backward", flags, dtype))
-        for argmax, ragged in itertools.product((False, True), (False, True)):
-            variants.append(Variant("forward", replace(flags, argmax=argmax), dtype, ragged))
-            if not (flags.softcap and flags.smoothing):  # such a call stores no exponentials
-                variants.append(Variant("exp", replace(flags, argmax=argmax), dtype, ragged))
-    return variants
+def _of_statistics() -> list[EpilogueFlags]:
+    """What a call may want to know of its logits: a loss, log-probabilities, a row loss."""
+    either = (False, True)
+    losses = [EpilogueFlags(smoothing=True, ce_weight=True, argmax=argmax) for argmax in either]
+    names = ("smoothing", "argmax", "entropy", "sum_sq")  # without the last, a row loss's
+    chosen = (dict(zip(names, values, strict=True)) for values in itertools.product(*[either] * len(names)))
+    return losses + [EpilogueFlags(**flags) for flags in chosen]
+
+
+def _of_gradients() -> list[EpilogueFlags]:
+    """What dz may have terms of: label smoothing or a mean logit, class weights with the former, an entropy."""
+    plain = [EpilogueFlags(smoothing=mean, entropy=entropy) for mean in (False, True) for entropy in (False, True)]
+    return [*plain, EpilogueFlags(smoothing=True, ce_weight=True)]
 
 
 def typical_variants() -> list[Variant]:
@@ -86,6 +77,9 @@ def typical_variants() -> list[Variant]:
     variants += [Variant("forward", entropy), Variant("exp", per_token, "fp16", ragged=True)]
     variants += [Variant("forward", replace(per_token, softcap=True), ragged=True), Variant("backward", entropy)]
     variants += [Variant("backward", EpilogueFlags(bias=True, softcap=True, scale=True, entropy=True))]
+    row_loss = EpilogueFlags(smoothing=True, argmax=True, entropy=True)
+    variants += [Variant("forward", row_loss, ragged=True), Variant("exp", row_loss, ragged=True)]
+    variants += [Variant("backward", replace(row_loss, argmax=False))]
     return variants
 
 

@@ -195,8 +195,8 @@ def row_coefficients(
     if by.s is not None:
         a, fix = a + by.s, fix + by.s * p
     if by.h is not None:
-        a = a - by.h * stats.entropy
-        fix = fix - by.h * (p * (log_p.clamp(min=LOWEST_MAXIMUM) + stats.entropy))
+        a = torch.addcmul(a, by.h, stats.entropy, value=-1.0)
+        fix = torch.addcmul(fix, by.h, p * (log_p.clamp(min=LOWEST_MAXIMUM) + stats.entropy), value=-1.0)
     if slope is not None:
         fix = fix * slope
     if selected is not None:
@@ -208,3 +208,27 @@ def row_coefficients(
         return None if v is None else rows.mask(v.expand(shape)).contiguous()
 
     return RowCoefficients(finished(a), finished(by.c), finished(fix), finished(by.h), selected)
+
+
+# dz in fp16 is scaled so that its largest entry is near 2¹⁴: a quarter of fp16's largest number, while a
+# probability of 1e-5 stays a normal number of it.
+FP16_HEADROOM = 2.0**14
+
+
+def scaled_for_fp16(coefficients: RowCoefficients, problem: Problem) -> tuple[RowCoefficients, torch.Tensor]:
+    """The coefficients times a power of two that keeps dz inside fp16's range, and the inverse of that power.
+
+    Computed on the device: 1/N would underflow fp16, and how large the upstream gradient is, nobody reads.
+    """
+    largest = coefficients.a.abs().amax() if problem.tokens else coefficients.a.new_zeros(())
+    largest = torch.maximum(largest, coefficients.fix.abs().amax())
+    for further in (coefficients.h, coefficients.selected):  # p·|log p| is below 1
+        if further is not None and further.numel():
+            largest = torch.maximum(largest, further.abs().amax())
+    if coefficients.c is not None:
+        per_class = 1.0 if problem.ce_weight is None else problem.ce_weight.abs().amax()
+        largest = torch.maximum(largest, coefficients.c.abs().amax() * per_class)
+    usable = (largest > 0) & largest.isfinite()
+    exponent = torch.floor(torch.log2(FP16_HEADROOM / torch.where(usable, largest, FP16_HEADROOM)))
+    scale = torch.exp2(exponent.clamp(-100, 100))
+    return coefficients.times(scale), 1.0 / scale

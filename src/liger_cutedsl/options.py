@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import ParamSpec, TypeVar
 
@@ -180,6 +181,12 @@ class RowLossOptions(LogitOptions):
     reads_entropy: bool = False
     reads_mean_logit: bool = False
     reads_argmax: bool = False
+
+    def reading(self, names: Collection[str]) -> RowLossOptions:
+        """The same for a function that reads these statistics; the other options are not checked again."""
+        other = copy.copy(self)
+        vars(other).update({f"reads_{name}": True for name in names})
+        return other
 
     def __post_init__(self):
         super().__post_init__()

@@ -29,8 +29,9 @@ class Route:
     dtype: what x and weight are multiplied in.
     tile_width: columns of a vocabulary tile of recompute.  kept: columns whose exponentials it keeps until backward
         instead of recomputing them.
-    chunk: tokens of a chunk of single_pass.  buffers: how many chunks it holds at a time.  chunk_limit: of a split
-        vocabulary, the tokens of a chunk for which all its ranks have room.  dw_sum: what it sums dW in, if it does.
+    chunk: tokens of a chunk of single_pass, or of a forward alone that takes some at a time; 0 for all at once.
+    buffers: how many chunks single_pass holds at a time.  chunk_limit: of a split vocabulary, the tokens of a chunk for
+        which all its ranks have room.  dw_sum: what single_pass sums dW in, if it does.
     gemms: large matrix products, forward and backward, of 2·N·V·H operations each.
     workspace_bytes: predicted memory beyond inputs, outputs and gradients; 0 where not known (triton).
     copied_bytes: what of it are copies that no schedule can do without: of x and weight in another dtype, of the rows
@@ -59,6 +60,7 @@ class Route:
         if self.schedule == "recompute":
             parts.append(f"tiles of {self.tile_width} columns")
             parts += [f"{self.kept} kept"] if self.kept else []
+            parts += [f"{self.chunk} tokens at a time"] if self.chunk else []
         if self.schedule == "single_pass":
             parts.append(f"chunks of {self.chunk} tokens{', two at a time' if self.buffers == 2 else ''}")
         if self.workspace_bytes:

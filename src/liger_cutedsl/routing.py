@@ -28,11 +28,13 @@ def choose_route(problem: Problem, wanted: WantedGradients, settings: Settings, 
     return planned(Task(problem, wanted, settings, split))[1]
 
 
-def planned(task: Task, after_first_launch=None):
+def planned(task: Task, after_first_launch=None, route: Route | None = None):
     """(engine, route) of a task: the call's one engine object, and what the preferred schedule makes of it.
 
-    after_first_launch: see CuteEngine. Raises RuntimeError as choose_route does.
+    after_first_launch: see CuteEngine.  route: this one, planned before. Raises RuntimeError as choose_route does.
     """
+    if route is not None:
+        return make_engine(route.engine, after_first_launch), route
     name, reason = _choose_engine(task)
     engine = make_engine(name, after_first_launch)
     route = liger_triton.plan(engine, task, reason) if name == "triton" else _known_plan(engine, task, reason)

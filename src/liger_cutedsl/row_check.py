@@ -27,12 +27,14 @@ TOLERANCE, TOLERANCE_NARROW = 1e-5, 1e-3
 _reads: dict[tuple, frozenset[str]] = {}  # what function → which of OPTIONAL it reads
 
 
+def known_reads(loss: RowLoss) -> frozenset[str] | None:
+    """Which of OPTIONAL a function reads that was asked before; else None."""
+    return _reads.get(_key_of(loss))
+
+
 def read_by(problem: Problem) -> frozenset[str]:
-    """Which of OPTIONAL the row loss of a problem reads; all of them where it cannot be asked: while a CUDA graph is
-    captured, and without a row that counts. Raises ValueError for what is no loss of rows."""
-    key = _key_of(problem.row_loss)
-    if key in _reads:
-        return _reads[key]
+    """Which of OPTIONAL the row loss of a problem reads, which is asked now; all of them where it cannot be: while a
+    CUDA graph is captured, and without a row that counts. Raises ValueError for what is no loss of rows."""
     if problem.x.is_cuda and torch.cuda.is_current_stream_capturing():
         return frozenset(OPTIONAL)
     counted = (~problem.ignored()).nonzero()[:MOST_ROWS, 0]
@@ -41,13 +43,14 @@ def read_by(problem: Problem) -> frozenset[str]:
     if len(_reads) >= MOST_FUNCTIONS:
         _reads.clear()
     loss = replace(problem.row_loss.of(counted), differentiated=problem.row_loss.watched)
+    key = _key_of(problem.row_loss)
     _reads[key] = _checked(loss, _made_up(problem, len(counted)), problem.compute_dtype)
     return _reads[key]
 
 
-def reads_also(problem: Problem, name: str) -> frozenset[str]:
+def reads_also(loss: RowLoss, name: str) -> frozenset[str]:
     """The same, of a function that was asked before, and has now read this one too."""
-    key = _key_of(problem.row_loss)
+    key = _key_of(loss)
     _reads[key] = _reads.get(key, frozenset()) | {name}
     return _reads[key]
 
@@ -174,6 +177,8 @@ def _described(value):
         return value.shape, value.dtype
     if isinstance(value, (bool, str)) or value is None:
         return value
+    if isinstance(value, tuple):
+        return tuple(_described(part) for part in value)
     if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
         return _key(value)
     return type(value)

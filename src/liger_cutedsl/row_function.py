@@ -48,6 +48,7 @@ class RowValues:
         self.__dict__["_read"].add(name)
         if values.get(name) is None:
             raise NotComputed(name)
+        self.__dict__[name] = values[name]  # which Python finds by itself the next time
         return values[name]
 
 
@@ -55,7 +56,8 @@ class RowValues:
 class Evaluated:
     """What a row loss gives for some rows, 0 in ignored ones.
 
-    loss: (n,).  log_prob, lse, entropy, mean_logit: ∂loss/∂ of each, (n,), or None where it is 0 in all rows.
+    loss: (n,).  log_prob, lse, entropy, mean_logit: ∂loss/∂ of each, (n,), or None where it is 0 in all rows; anything
+    in ignored rows, whose coefficients objective.py masks.
     aux: (n,) each.  gradients: ∂Σ loss/∂ of each row tensor that wants one, shaped as it: (n, …) or ().
     """
 
@@ -110,6 +112,8 @@ class RowLoss:
 
     def of(self, rows: slice | torch.Tensor) -> RowLoss:
         """The same for some of the rows."""
+        if not self.tensors:
+            return self
         return replace(self, tensors=tuple(t[rows] if is_per_row(t) else t for t in self.tensors))
 
     def evaluated(self, values: dict, ignored: torch.Tensor | None, read: set[str] | None = None) -> Evaluated:
@@ -119,8 +123,9 @@ class RowLoss:
         Raises NotComputed; TypeError or ValueError for what is no loss of rows.
         """
         with unseen_by_saved_tensor_hooks(), torch.set_grad_enabled(self.watched or self.differentiated):
-            shield = self._shield(ignored)
-            leaves = {name: self._leaf(shield(values[name]), True) for name in STATISTICS if values[name] is not None}
+            shared = any(wants and not is_per_row(t) for t, wants in zip(self.tensors, self.wanted, strict=True))
+            shield = self._shield(ignored, shared)
+            leaves = {name: self._leaf(shield(v), True) for name in STATISTICS if (v := values[name]) is not None}
             tensors = [self._leaf(shield(t), wants) for t, wants in zip(self.tensors, self.wanted, strict=True)]
             row_values = RowValues(read, **leaves, argmax=values["argmax"])
             result = self.function(row_values, *tensors)
@@ -128,24 +133,23 @@ class RowLoss:
             own = [t for t, wants in zip(tensors, self.wanted, strict=True) if wants]
             if loss.requires_grad:
                 refuse_captured(self.function, loss, (*leaves.values(), *own))
-            by_values, by_tensors = self._gradients(loss, leaves, own, ignored)
+            by_values, by_tensors = self._gradients(loss, leaves, own, ignored, shared)
         dtype = values["lse"].dtype
         return Evaluated(
             masked(loss.detach().to(dtype), ignored),
             **by_values,
-            aux=tuple(masked(a.detach().clone(), ignored) for a in aux),
+            aux=tuple(a.detach().clone() if ignored is None else masked(a.detach(), ignored) for a in aux),
             gradients=by_tensors,
         )
 
     def _leaf(self, value, wants: bool):
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or not (wants or value.requires_grad):
             return value
         return value.detach().requires_grad_(self.differentiated and wants)
 
-    def _shield(self, ignored: torch.Tensor | None) -> Callable:
+    def _shield(self, ignored: torch.Tensor | None, shared: bool) -> Callable:
         """What puts a counted row's numbers in ignored rows, where all share a tensor that wants a gradient: NaN in
         padding would reach it, because 0·NaN is NaN. And where torch looks for NaN. Else the identity."""
-        shared = any(wants and not is_per_row(t) for t, wants in zip(self.tensors, self.wanted, strict=True))
         if ignored is None or not (shared or torch.is_anomaly_enabled()) or not len(ignored):
             return lambda value: value
         counted = (~ignored).to(torch.int32).argmax().view(1)  # as an index that nobody reads on the host
@@ -157,13 +161,14 @@ class RowLoss:
 
         return shielded
 
-    def _gradients(self, loss, leaves: dict, own: list, ignored) -> tuple[dict, tuple]:
+    def _gradients(self, loss, leaves: dict, own: list, ignored, shared: bool) -> tuple[dict, tuple]:
         if not (self.differentiated and loss.requires_grad):
             return {}, tuple(torch.zeros_like(t) for t in own)
-        ones = masked(torch.ones_like(loss), ignored)
+        # a row's own numbers are masked behind it, each once
+        ones = masked(torch.ones_like(loss), ignored if shared else None)
         found = torch.autograd.grad(loss, (*leaves.values(), *own), ones, allow_unused=True)
-        by_values = dict(zip(leaves, (masked(g, ignored) for g in found), strict=False))
-        none_counts = None if ignored is None else ignored.all()
+        by_values = dict(zip(leaves, found, strict=False))
+        none_counts = ignored.all() if shared and ignored is not None else None
 
         def by_tensor(tensor, gradient):
             if gradient is None:

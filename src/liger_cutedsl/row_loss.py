@@ -68,16 +68,17 @@ def results(stats: RowStatistics, rows: RowWeights, problem: Problem) -> RowLoss
     log_p = rows.mask(log_prob_and_slope(stats, options)[0]) if options.return_log_probs else None
     entropy = rows.mask(stats.entropy).clone() if options.return_entropy else None
     gradients = tuple(weighed(g) for g in found.gradients)
-    return RowLossOutput(rows.mask(found.loss * inverse).sum(), log_p, entropy, (*found.aux, *gradients))
+    loss = rows.mask(found.loss * inverse) if isinstance(inverse, torch.Tensor) else found.loss * inverse
+    return RowLossOutput(loss.sum(), log_p, entropy, (*found.aux, *gradients))
 
 
 def coefficients(
     stats: RowStatistics, rows: RowWeights, problem: Problem, upstream: RowLossOutput, unit: float
 ) -> RowCoefficients:
-    found, factor = stats.evaluated, upstream.loss.to(stats.lse.dtype) * unit * rows.inverse_d
+    found, factor = stats.evaluated, upstream.loss.to(stats.lse.dtype) * (unit * rows.inverse_d)
 
     def scaled(derivative, by=1.0):
-        return None if derivative is None else derivative * (factor * by)
+        return None if derivative is None else derivative * (factor if by == 1.0 else factor * by)
 
     of_log_prob = scaled(found.log_prob, -1.0)
     b = torch.zeros_like(stats.lse) if of_log_prob is None else of_log_prob

@@ -87,7 +87,8 @@ class TooManyIgnored(Exception):
 
 class TargetCheck:
     """The only read of device memory in a call: how many targets are valid, the least and the greatest of them, and
-    whether the rows of the others can be masked.
+    whether the rows of the others can be masked. A problem that is known to be dense is not read: its targets are taken
+    as they are, and one outside of [0, V) belongs to no column, on any engine.
 
     It is asked for when this is made, and waited for in rows(). A training loop ignores about as many targets in every
     step; so where no row of the last call on the device was dropped, likely_whole says that the GPU may start on all
@@ -104,12 +105,13 @@ class TargetCheck:
         self.problem, self._vocab = problem, problem.vocab if vocab is None else vocab
         self._summary = self._host = self._host_selected = self._ready = None
         self._selected = (0, 0, 0)  # the same of selected_token_ids: how many, the least and the greatest
+        target, selected = problem.target, problem.selected_token_ids
+        self._trusted = problem.dense and selected is None
         # No reads while a CUDA graph is being captured: rows are zeroed then, in a copy of x.
-        target = problem.target
-        self.readable = problem.tokens > 0 and not (target.is_cuda and torch.cuda.is_current_stream_capturing())
+        capturing = target.is_cuda and torch.cuda.is_current_stream_capturing()
+        self.readable = problem.tokens > 0 and not self._trusted and not capturing
         if not self.readable:
             return
-        selected = problem.selected_token_ids
         if not target.is_cuda:
             self._summary = _summary(problem)
             if selected is not None and selected.numel():
@@ -141,6 +143,8 @@ class TargetCheck:
 
     def rows(self) -> Rows:
         """Raises ValueError for a target that is neither ignore_index nor in [0, V)."""
+        if self._trusted:
+            return Rows()
         if not self.readable:
             return Rows(zeroed=self.problem.ignored() if self.problem.tokens else None)
         if not self._drops():
@@ -151,7 +155,7 @@ class TargetCheck:
 
     def compact(self, rows: Rows) -> Problem:
         problem = rows.compact(self.problem)
-        if rows.keep is not None or self.problem.tokens == 0:
+        if rows.keep is not None or self.problem.tokens == 0 or self._trusted:
             return replace(problem, dense=True)
         if not self.readable:
             return replace(problem, dense=False, count=None)

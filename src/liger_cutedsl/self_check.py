@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from liger_cutedsl.api import explain, fused_linear_cross_entropy
+from liger_cutedsl.api import fused_linear_cross_entropy
+from liger_cutedsl.api_explain import explain
 from liger_cutedsl.first_call import replaced
 from liger_cutedsl.liger.switch import disable, enable
 from liger_cutedsl.versions import installed

@@ -24,6 +24,13 @@ CAST_COLUMNS = 16128
 DW_PASS_TOKENS = 130
 
 
+# Of a forward alone, so many rows at least are computed at once: below it, reading W again is no longer hidden behind
+# their products. Partial results of fewer bytes are nobody's concern.
+FORWARD_ROWS, FORWARD_BYTES = 4096, 16 * 2**20
+# How much longer the waves of slices of rows may take than those of all rows at once.
+SLICES_COST = 1.01
+
+
 @dataclass(frozen=True)
 class Calibration:
     """What planning takes a GPU and its cuBLAS to do.
@@ -99,6 +106,19 @@ class WaveModel:
         return -(-blocks // self.multiprocessors) * self.multiprocessors * tile_m * tile_n
 
     @functools.cache  # noqa: B019  (a model is one of a few constants)
+    def forward_rows(self, tokens: int, vocab: int) -> int:
+        """The fewest rows, in multiples of FORWARD_ROWS, whose slices' GEMMs take no longer than that of all tokens,
+        but for SLICES_COST; all, where there are none."""
+
+        def cost(rows):
+            return self._waves(rows, vocab, self.tile_m, self.tile_n)
+
+        for size in range(FORWARD_ROWS, tokens, FORWARD_ROWS):
+            if _of_all(tokens, size, cost) <= SLICES_COST * cost(tokens):
+                return size
+        return tokens
+
+    @functools.cache  # noqa: B019  (a model is one of a few constants)
     def best_chunk(self, tokens: int, vocab: int, hidden: int, largest: int) -> int:
         """The chunk of tokens up to `largest` in which single_pass takes the least predicted time, among those that
         divide the tokens equally. Where DEFAULT_CHUNK is allowed, none below it: there dX's waves cost what they cost,
@@ -133,12 +153,13 @@ class WaveModel:
 def _cheapest(total: int, sizes: Sequence[int], cost: Callable[[int], float]) -> int:
     """Of ascending sizes, the one whose slices of [0, total) cost least together, the last one shorter; the largest of
     equals."""
+    return min(reversed(sizes), key=lambda size: _of_all(total, size, cost))
 
-    def of_all(size):
-        full, rest = divmod(total, size)
-        return full * cost(size) + (cost(rest) if rest else 0)
 
-    return min(reversed(sizes), key=of_all)
+def _of_all(total: int, size: int, cost: Callable[[int], float]) -> float:
+    """What slices of [0, total) of that size cost together, the last one shorter."""
+    full, rest = divmod(total, size)
+    return full * cost(size) + (cost(rest) if rest else 0)
 
 
 def fitting_width(vocab: int, column_bytes: int, budget_bytes: int) -> int:

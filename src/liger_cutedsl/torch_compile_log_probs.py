@@ -58,10 +58,11 @@ class _Arguments(Arguments):
         }
 
 
-def run_compiled_log_probs(tensors, options: dict, engine, schedule, workspace_mb) -> LogProbs:
-    """autograd.run for tensors in the order of TENSORS, written so that torch.compile can trace it."""
+def run_compiled_log_probs(tensors, options: dict, engine, schedule, workspace_mb, replaces="") -> LogProbs:
+    """autograd.run for tensors in the order of TENSORS, written so that torch.compile can trace it. replaces: words for
+    the original that a drop-in takes the place of: its workspace is that one's."""
     named = dict(zip(TENSORS, tensors, strict=True))
-    values = call_values(_DEFAULTS | options, named, engine, schedule, workspace_mb, 1)
+    values = call_values(_DEFAULTS | options, named, engine, schedule, workspace_mb, 1, replaces)
     log_probs, entropy, selected, log_sum_sq, mean, top1, *_ = FLLP(*tensors, *values)
     return LogProbs(
         log_probs,
@@ -78,6 +79,7 @@ def _fllp(*arguments):
     call = _Arguments.of(LogProbOptions, *arguments)
     with call.context(), torch.no_grad():
         check_tensors(call.problem)
+        call = call.with_data()
         results, stats = with_fallback(call.settings, lambda: begun(_forward, call.problem, call.settings, call.wanted))
     return as_described(call.problem.x, call.results(), (*results, *stats))
 
@@ -112,6 +114,7 @@ def _fllp_backward(of_log_probs, of_entropy, of_selected, lse, target_logit, ent
 
     with call.context(), torch.no_grad():
         check_tensors(call.problem)
+        call = call.with_data()
         found = begun(use, call.problem, call.settings, call.wanted)
         return as_described(call.problem.x, call.gradients(call.wanted), found)
 

@@ -55,6 +55,7 @@ ALL = Flags(True, True, True, True, True)
 # a call with both stores no exponentials
 ALL_BUT_SOFTCAP, CAPPED = replace(ALL, softcap=False), Flags(bias=True, softcap=True, argmax=True)
 PER_TOKEN = Flags(bias=True, softcap=True, smoothing=True, argmax=True, scale=True, entropy=True, sum_sq=True)
+ROW_LOSS = Flags(smoothing=True, argmax=True, entropy=True)  # a mean logit, an argmax and an entropy together
 # too long for `make test`
 LONG = (
     "forward all full",
@@ -64,6 +65,7 @@ LONG = (
     "forward entropy huge",
     "forward scaled",
     "exp per token fp16",
+    "exp row loss",
     "backward entropy",
     "backward entropy masked",
 )
@@ -106,6 +108,9 @@ CASES = {
     "exp per token": Case("exp", 200, 64, 509, flags=replace(PER_TOKEN, softcap=False)),
     "exp per token fp16": Case("exp", 140, 64, 512, "fp16", flags=replace(PER_TOKEN, softcap=False)),
     "exp scaled": Case("exp", 200, 64, 509, flags=Flags(bias=True, softcap=True, argmax=True, scale=True)),
+    "forward row loss": Case("forward", 140, 64, 509, flags=ROW_LOSS),
+    "exp row loss": Case("exp", 140, 64, 509, flags=ROW_LOSS),
+    "backward row loss": Case("backward", 140, 64, 509, flags=replace(ROW_LOSS, argmax=False)),
     "backward entropy": Case("backward", 300, 64, 509, flags=Flags(entropy=True)),
     "backward per token": Case(
         "backward", 300, 64, 509, flags=Flags(bias=True, softcap=True, scale=True, entropy=True)

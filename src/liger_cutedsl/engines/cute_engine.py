@@ -133,6 +133,9 @@ class CuteEngine:
         per_row = tiles * (4 * sums + 8 * options.needs_argmax)
         return problem.tokens * (per_row + self._exp_partials(problem, kept))
 
+    def forward_rows(self, problem: Problem) -> int:
+        return self._waves("forward", problem).forward_rows(problem.tokens, problem.vocab)
+
     def operand_bytes(self, problem: Problem) -> int:
         return 0
 

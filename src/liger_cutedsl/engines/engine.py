@@ -86,6 +86,11 @@ class Engine(Protocol):
         """Workspace that recompute's forward takes beside the exponentials of the first `kept` columns."""
         ...
 
+    def forward_rows(self, problem: Problem) -> int:
+        """The fewest rows that a forward alone may take at a time at little cost; all of them, where none are few
+        enough. Slices of so many rows have the results of all rows at once."""
+        ...
+
     def operand_bytes(self, problem: Problem) -> int:
         """Workspace that gemm_operand takes for all of W, and a product for all of a 16-bit dW."""
         ...

@@ -24,7 +24,7 @@ from liger_cutedsl.epilogues import (
 from liger_cutedsl.gemm import matmul
 from liger_cutedsl.objective import RowCoefficients
 from liger_cutedsl.row_statistics import RowStatistics, combined, over_parts
-from liger_cutedsl.tiling import Tile, vocabulary_tiles
+from liger_cutedsl.tiling import FORWARD_ROWS, Tile, vocabulary_tiles
 
 WIDEST_TILE = 8192  # wider ones gain nothing
 
@@ -121,6 +121,9 @@ class TorchEngine:
         tile_width = min(tile_width, problem.vocab - kept)
         return max(self._column(problem, _forward_temporaries(problem)) * tile_width, kept_part)
 
+    def forward_rows(self, problem: Problem) -> int:
+        return min(problem.tokens, FORWARD_ROWS)
+
     def _column(self, problem: Problem, temporaries: int) -> int:
         widened = problem.hidden if problem.gemm_dtype.itemsize == 2 else 0
         return problem.compute_dtype.itemsize * (temporaries * problem.tokens + widened)
@@ -162,7 +165,8 @@ class TorchEngine:
 def _forward_temporaries(problem: Problem) -> int:
     """(rows, columns) temporaries that a tile's logits take, as measured."""
     options = problem.options
-    return 2 + (problem.bias is not None) + 5 * (options.softcap is not None) + 3 * options.needs_moments
+    further = 5 if options.softcap is not None else 2 * options.needs_moments  # the cap's are gone when those come
+    return 2 + (problem.bias is not None) + further
 
 
 def _backward_temporaries(problem: Problem) -> int:

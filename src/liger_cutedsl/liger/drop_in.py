@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
 
@@ -19,11 +17,9 @@ from liger_cutedsl.call import Problem, WantedGradients, autocast_dtype, planned
 from liger_cutedsl.checks import check_tensors
 from liger_cutedsl.compat import FakeTensorMode, constant_in_graphs
 from liger_cutedsl.options import LogProbOptions
-from liger_cutedsl.route import REPLACED, Settings
+from liger_cutedsl.route import REPLACED, Route, Settings
 from liger_cutedsl.routing import choose_route
-from liger_cutedsl.tiling import CAST_COLUMNS
 
-_LEAST_MB = 16.0  # less than one of the blocks that torch's allocator takes of a GPU: of a call that small, nobody asks
 _LOG = logging.getLogger(__name__)
 _said: set[tuple[str, str]] = set()  # (operator, reason) that the log has
 _in_place: dict[type, object] = {}  # our class → what enable() found in the place that it takes
@@ -56,39 +52,31 @@ def forget_notes() -> None:
     _said.clear()
 
 
-def settings_within(problem: Problem, original_bytes: int) -> Settings:
-    """The user's settings; where they name no workspace, what the original takes in the same call is the budget, less
-    what ours copies of its inputs, which is counted beside it."""
-    settings = Settings.resolve()
-    if os.environ.get("LIGER_CUTEDSL_WORKSPACE_MB"):
-        return settings
-    rest = original_bytes - problem.casts_bytes(problem.gemm_dtype, min(problem.vocab, CAST_COLUMNS))
-    return replace(settings, workspace_mb=max(rest / 2**20, _LEAST_MB), source=REPLACED)
-
-
-def obstacle(problem: Problem, settings: Settings) -> str | None:
-    """Why a call should go to the original; None where ours is to run it.
+def decided(problem: Problem, settings: Settings) -> tuple[Route | None, str | None]:
+    """The route of a call as ours, planned once for all of its rows; or None, and why it should go to the original.
+    Neither where ours is to run it without a choice, by the route that it finds itself.
 
     Raises RuntimeError as choose_route does, and for tensors whose memory is gone.
     """
     if settings.engine != "auto" or not problem.tokens:
-        return None
+        return None, None
     try:
         check_tensors(problem)
     except (TypeError, ValueError) as error:
-        return str(error)
+        return None, str(error)
     route = choose_route(problem, WantedGradients.of(problem), settings)
     if route.engine != "cute":
-        return route.reason
+        return None, route.reason
     if settings.source == REPLACED and route.workspace_bytes - route.copied_bytes > settings.budget(0):
-        return f"it needs less memory than ours, which takes {route.workspace_bytes / 2**20:.0f} MiB"
-    return None
+        return None, f"it needs less memory than ours, which takes {route.workspace_bytes / 2**20:.0f} MiB"
+    return route, None
 
 
 def traced_obstacle(x: torch.Tensor, weight: torch.Tensor) -> str | None:
-    """The same while a graph is traced: for tensors of this kind, whatever their number of rows."""
+    """The same while a graph is traced: for tensors of this kind, however many rows they have. Sizes are the weight's:
+    a parameter's are numbers in any graph (dynamic=True)."""
     return _obstacle_of_kind(
-        str(x.device), x.dtype, weight.dtype, x.shape[1], weight.shape[0], autocast_dtype(x.device)
+        str(x.device), x.dtype, weight.dtype, weight.shape[1], weight.shape[0], autocast_dtype(x.device)
     )
 
 
@@ -99,4 +87,4 @@ def _obstacle_of_kind(device: str, x_dtype, weight_dtype, hidden: int, vocab: in
         x = torch.empty(1, hidden, dtype=x_dtype, device=kind)
         weight = torch.empty(vocab, hidden, dtype=weight_dtype, device=kind)
         target = torch.empty(1, dtype=torch.int64, device=kind)
-        return obstacle(Problem(x, weight, target, options=LogProbOptions(), dense=True), settings)
+        return decided(Problem(x, weight, target, options=LogProbOptions(), dense=True), settings)[1]

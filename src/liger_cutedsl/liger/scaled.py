@@ -7,18 +7,20 @@ PyTorch elsewhere, cuTile where that was asked for.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from liger_cutedsl.api_log_probs import fused_linear_log_probs
 from liger_cutedsl.autograd import run
 from liger_cutedsl.call import Problem, WantedGradients
+from liger_cutedsl.entering import entered_log_probs
 from liger_cutedsl.liger import drop_in
 from liger_cutedsl.log_probs import LogProbs
 from liger_cutedsl.options import LogProbOptions
+from liger_cutedsl.replaced import Original, register, settings_within
 from liger_cutedsl.route import Settings
 from liger_cutedsl.routing import cute_obstacle
 from liger_cutedsl.schedules.schedule import Task
@@ -26,6 +28,7 @@ from liger_cutedsl.split import over_ranks
 from liger_cutedsl.without_data import shapes_only
 
 HOME = "liger_kernel.ops.fused_linear_scaled_cross_entropy"
+NAME = "LigerFusedLinearScaledCrossEntropyFunction"
 _CHUNK = 512  # tokens that Liger's plain PyTorch takes at a time
 _WAVE, _WAVE_ROWS = 1024, 128  # tokens of dz that Liger's kernel for Hopper holds at a time, and their multiple
 _HIDDEN_MULTIPLE, _VOCAB_MULTIPLE = 64, 8  # it copies what has another size
@@ -118,12 +121,12 @@ def _run(cls, tensors, options: dict) -> tuple[LogProbs | None, str]:
         return None, reason
     problem = Problem(x, weight, target, options=options, selected_token_ids=selected)
     theirs = drop_in.original_of(cls, HOME)
-    settings = drop_in.settings_within(problem, original_bytes(problem, theirs))
+    settings, route = settings_within(problem, Settings.resolve(), original_bytes(problem, theirs)), None
     if not refused(problem, theirs):
-        reason = drop_in.obstacle(problem, settings)
+        route, reason = drop_in.decided(problem, settings)
     if reason is not None:
         return None, reason
-    return run(problem, settings), ""
+    return run(problem, settings, None, contextlib.nullcontext, route), ""
 
 
 def _run_split(tensors, tp_group, options: dict) -> tuple[LogProbs | None, str]:
@@ -133,7 +136,8 @@ def _run_split(tensors, tp_group, options: dict) -> tuple[LogProbs | None, str]:
     if options is None:
         return None, reason
     problem = Problem(*tensors, options=options)
-    settings = drop_in.settings_within(problem, _bytes_in_chunks(problem, elements=3))
+    size = _bytes_in_chunks(problem, WantedGradients.of(problem), elements=3)
+    settings = settings_within(problem, Settings.resolve(), size)
     task = Task(problem, WantedGradients.of(problem), replace(settings, engine="cute"))
     if settings.engine == "auto" and problem.x.is_cuda and not _differs_from_liger(problem):
         reason = cute_obstacle(task)
@@ -148,8 +152,7 @@ def _in_graph(cls, tensors, options: dict) -> tuple[LogProbs | None, str]:
     reason = drop_in.traced_obstacle(x, weight)
     if reason is not None:
         return None, reason
-    found = fused_linear_log_probs(x, weight, target, selected_token_ids=selected, **options)
-    return (found if isinstance(found, tuple) else LogProbs(found)), ""
+    return entered_log_probs((x, weight, target, None, None, selected), options, replaces=NAME), ""
 
 
 def _checked(options: dict) -> tuple[LogProbOptions | None, str | None]:
@@ -178,19 +181,28 @@ def _differs_from_liger(problem: Problem) -> bool:
     return not problem.tokens or problem.target.dtype != torch.int64 or problem.x.dtype != problem.weight.dtype
 
 
-def original_bytes(problem: Problem, original) -> int:
+def original_bytes(problem: Problem, original, wanted: WantedGradients | None = None) -> int:
     """What the original takes in the same call, beside its inputs, results and gradients."""
+    wanted = WantedGradients.of(problem) if wanted is None else wanted
     if not _is_frontend(original):
         return min(problem.tokens * problem.vocab * problem.x.element_size(), _CUTILE_BYTES)
-    return _bytes_on_hopper(problem) if _on_hopper(problem.device) else _bytes_in_chunks(problem, elements=6)
+    return _bytes_on_hopper(problem, wanted) if _on_hopper(problem.device) else _bytes_in_chunks(problem, wanted, 6)
 
 
-def _bytes_on_hopper(problem: Problem) -> int:
+def _bytes_of_class(problem: Problem, wanted: WantedGradients) -> int:
+    original = drop_in.original_of(LigerFusedLinearScaledCrossEntropyFunction, HOME)
+    return original_bytes(problem, original, wanted)
+
+
+register(NAME, Original(_bytes_of_class))
+
+
+def _bytes_on_hopper(problem: Problem, wanted: WantedGradients) -> int:
     """A wave of dz, padded copies where a size is no multiple, and the gradient that nobody asked for: Liger's kernel
     computes both. A forward alone takes a few numbers a row; ours may take what backward would."""
     hidden, vocab = _rounded_up(problem.hidden, _HIDDEN_MULTIPLE), _rounded_up(problem.vocab, _VOCAB_MULTIPLE)
     elements = _rounded_up(min(problem.tokens, _WAVE), _WAVE_ROWS) * vocab
-    x, weight, wanted = problem.tokens * hidden, vocab * hidden, WantedGradients.of(problem)
+    x, weight = problem.tokens * hidden, vocab * hidden
     if hidden != problem.hidden:
         elements += x
     if hidden != problem.hidden or vocab != problem.vocab:
@@ -199,11 +211,11 @@ def _bytes_on_hopper(problem: Problem) -> int:
     return 2 * elements
 
 
-def _bytes_in_chunks(problem: Problem, elements: int) -> int:
+def _bytes_in_chunks(problem: Problem, wanted: WantedGradients, elements: int) -> int:
     """What chunks of plain PyTorch take: `elements` float32 numbers for each logit of a chunk at the widest point of
     backward; or, at its products, two of them, the gradient, and the chunk's share of dW before it is added."""
     logits, size = min(problem.tokens, _CHUNK) * problem.vocab, problem.weight.element_size()
-    if not WantedGradients.of(problem):
+    if not wanted:
         return 4 * 3 * logits
     return max(4 * elements * logits, (4 * 2 + size) * logits + size * problem.weight.numel())
 

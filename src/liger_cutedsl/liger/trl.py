@@ -15,19 +15,21 @@ from importlib.util import find_spec
 
 import torch
 
-from liger_cutedsl.api_log_probs import fused_linear_log_probs
 from liger_cutedsl.autograd import run
 from liger_cutedsl.call import Problem, WantedGradients, product_dtype
 from liger_cutedsl.compat import trl_runs_on
+from liger_cutedsl.entering import entered_log_probs
 from liger_cutedsl.liger import drop_in
 from liger_cutedsl.log_probs import LogProbs
 from liger_cutedsl.options import LogProbOptions
+from liger_cutedsl.replaced import Original, register, settings_within
 from liger_cutedsl.route import Settings
 from liger_cutedsl.user_warnings import warn_user
 from liger_cutedsl.versions import installed
 from liger_cutedsl.without_data import shapes_only
 
 HOME = "trl.kernels.chunked_logprob"  # where TRL defines its class; what it holds there stays
+NAME = "ChunkedLogProbFunction"
 PARAMETERS = (
     "hidden",
     "weight",
@@ -48,10 +50,14 @@ _warned = False
 class ChunkedLogProbFunction:
     """TRL's class of this name: the same positional arguments, the same five results.
 
-    hidden (N, H), weight (V, H), bias (V,) or None, targets (N,) in [0, V). weight and bias are cast to autocast's
-    dtype where it is on, else to hidden's. chunk_size is TRL's tile of the vocabulary: it counts for the memory that a
-    call may take. Returns (log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each (N,): float32, the last
-    bool; None for what outputs does not name. Gradients reach hidden, weight and bias through the first two.
+    hidden (N, H), weight (V, H), bias (V,) or None, targets (N,) in [0, V), as TRL makes sure: nobody reads them to
+    see. An id outside is no error, as in TRL's class, and no access out of bounds on any engine: it belongs to no
+    column, and its row gets a log-probability of −∞ (on the CuTe engine, for an id less than a tile beyond V, or 2³²
+    away, perhaps another number that means nothing) and the gradient of no target. weight and bias are cast to
+    autocast's dtype where it is on, else to hidden's. chunk_size is TRL's tile of the vocabulary: it counts for the
+    memory that a call may take. Returns (log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each (N,):
+    float32, the last bool; None for what outputs does not name. Gradients reach hidden, weight and bias through the
+    first two.
     """
 
     @classmethod
@@ -74,7 +80,7 @@ class ChunkedLogProbFunction:
         if unknown:
             found, reason = None, f"an output that ours does not have: {', '.join(map(str, unknown))}"
         elif torch.compiler.is_compiling() or shapes_only(hidden, weight, targets, bias, None, None):
-            found, reason = _in_graph(tensors, options, flags)
+            found, reason = _in_graph(tensors, chunk_size, options | flags)
         else:
             found, reason = _run(tensors, chunk_size, options, flags)
         if found is None:
@@ -101,11 +107,11 @@ def _run(tensors, chunk_size, options: dict, flags: dict) -> tuple[LogProbs | No
         return None, str(error)
     with _projecting_in(hidden, weight):
         problem = _problem(hidden, weight, bias, targets, options)
-        settings = drop_in.settings_within(problem, original_bytes(problem, chunk_size))
-        reason = drop_in.obstacle(problem, settings)
+        settings = settings_within(problem, Settings.resolve(), original_bytes(problem, None, chunk_size))
+        route, reason = drop_in.decided(problem, settings)
         if reason is not None and trl_runs_on(problem.device):
             return None, reason
-        return run(problem, settings, None, _gathering(weight, bias)), ""
+        return run(problem, settings, None, _gathering(weight, bias), route), ""
 
 
 def _problem(hidden, weight, bias, targets, options: LogProbOptions) -> Problem:
@@ -126,7 +132,7 @@ def _projecting_in(hidden: torch.Tensor, weight: torch.Tensor):
     return contextlib.nullcontext()
 
 
-def _in_graph(tensors, options: dict, flags: dict) -> tuple[LogProbs | None, str]:
+def _in_graph(tensors, chunk_size, options: dict) -> tuple[LogProbs | None, str]:
     """The same as one node of a graph, or with tensors without data."""
     hidden, weight, bias, targets = tensors
     reason = "ZeRO-3, whose weight backward gathers again" if _zero3() else drop_in.traced_obstacle(hidden, weight)
@@ -136,20 +142,23 @@ def _in_graph(tensors, options: dict, flags: dict) -> tuple[LogProbs | None, str
     if product_dtype(weight) != dtype:
         weight = weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
-    found = fused_linear_log_probs(hidden, weight, targets, bias=bias, **options, **flags)
-    return (found if isinstance(found, tuple) else LogProbs(found)), ""
+    tensors = (hidden, weight, targets, bias, None, None)
+    return entered_log_probs(tensors, options, replaces=f"{NAME} {chunk_size}"), ""
 
 
-def original_bytes(problem: Problem, chunk_size: int) -> int:
+def original_bytes(problem: Problem, wanted: WantedGradients | None, chunk_size: int) -> int:
     """What TRL's class takes in the same call, beside its inputs, results and gradients: a tile of logits, a cast chunk
     of weight and of hidden where they have another dtype, and float32 sums of gradients that have another."""
     dtype, rows = problem.gemm_dtype, min(problem.tokens, _token_chunk())
     casts = min(chunk_size, problem.vocab) * (problem.weight.dtype != dtype) + rows * (problem.x.dtype != dtype)
-    wanted, sums = WantedGradients.of(problem), 0
+    wanted, sums = WantedGradients.of(problem) if wanted is None else wanted, 0
     for gradient, elements in zip(wanted, (problem.x.numel(), problem.weight.numel(), problem.vocab), strict=True):
         if gradient not in (None, torch.float32):
             sums += 4 * elements
     return (rows * chunk_size + casts * problem.hidden) * dtype.itemsize + sums
+
+
+register(NAME, Original(original_bytes, dense=True))
 
 
 def _token_chunk() -> int:

@@ -32,6 +32,13 @@ def gradient_bytes(problem: Problem, dtypes: WantedGradients, more_rows: int = 0
     return sum(size * dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True) if dtype is not None)
 
 
+def accumulator_bytes(problem: Problem, wanted: WantedGradients) -> int:
+    """Bytes of dX's sum in the compute dtype, where dX itself is narrower."""
+    if wanted.x is None or wanted.x == problem.compute_dtype:
+        return 0
+    return problem.tokens * problem.hidden * problem.compute_dtype.itemsize
+
+
 def budget(engine, task: Task) -> int:
     """Bytes that a schedule may take beside copied_bytes."""
     return task.settings.budget(_default_chunk(engine, task))
@@ -118,12 +125,13 @@ def single_pass_bytes(engine, task: Task, sums: WantedGradients, chunk: int, hel
     return max(forward, rounding, backward, 0)
 
 
-def recompute_bytes(engine, task: Task, width: int, kept: int) -> int:
-    """kept: columns whose exponentials wait for backward; V of them in memory of their own, fewer in dW's."""
+def recompute_bytes(engine, task: Task, width: int, kept: int, rows: int = 0) -> int:
+    """kept: columns whose exponentials wait for backward; V of them in memory of their own, fewer in dW's. rows: how
+    many a forward alone takes at a time, 0 for all."""
     problem, copies = task.local, copied_bytes(task, CAST_COLUMNS)
-    forward = copies + engine.forward_bytes(problem, width, kept)
     if not task.wanted:
-        return forward
+        return copies + engine.forward_bytes(problem.of(slice(0, rows)) if rows else problem, width, 0)
+    forward = copies + engine.forward_bytes(problem, width, kept)
     returned = gradient_bytes(problem, task.returned, task.dropped)
     exponentials = 0
     if kept == problem.vocab:

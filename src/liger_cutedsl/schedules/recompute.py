@@ -33,19 +33,24 @@ from liger_cutedsl.call import Gradients, Problem, WantedGradients
 from liger_cutedsl.compat import graph_is_kept
 from liger_cutedsl.engines import KernelFailure
 from liger_cutedsl.gemm import matmul
-from liger_cutedsl.objective import RowCoefficients, RowWeights, dz_unit
+from liger_cutedsl.objective import RowWeights, dz_unit, scaled_for_fp16
 from liger_cutedsl.route import Route
 from liger_cutedsl.row_statistics import RowStatistics, combined, over_parts
 from liger_cutedsl.schedules import footprint, selected
 from liger_cutedsl.schedules.exponentials import KeptExponentials, Waiting, end_of, exponentials_buffer, kept_columns
 from liger_cutedsl.schedules.schedule import Task, gemms
-from liger_cutedsl.tiling import CAST_COLUMNS, SPARE_COLUMNS, TILE_QUANTUM, Tile, fitting_width, vocabulary_tiles
+from liger_cutedsl.tiling import (
+    CAST_COLUMNS,
+    FORWARD_BYTES,
+    SPARE_COLUMNS,
+    TILE_QUANTUM,
+    Tile,
+    fitting_width,
+    slices,
+    vocabulary_tiles,
+)
 
 NAME = "recompute"
-
-# dz in fp16 is scaled so that its largest entry is near 2¹⁴: a quarter of fp16's largest number, while a
-# probability of 1e-5 stays a normal number of it.
-FP16_HEADROOM = 2.0**14
 
 
 @dataclass
@@ -75,9 +80,10 @@ def plan(engine, task: Task, reason: str) -> Route:
     budget = footprint.budget(engine, task)
     kept = kept_columns(engine, problem, wanted, budget)
     tiled = 0 if kept == problem.vocab else kept  # all are kept: tiles are for a second backward
-    fixed, column = accumulator_bytes(problem, wanted), engine.column_bytes(problem)
+    fixed, column = footprint.accumulator_bytes(problem, wanted), engine.column_bytes(problem)
     width = engine.tile_width(problem, fitting_width(problem.vocab - tiled, column, budget - fixed), tiled)
     count = gemms(4 - kept / problem.vocab, wanted) if wanted else 1
+    rows = 0 if wanted else _forward_rows(engine, problem, width)
     return Route(
         engine.name,
         NAME,
@@ -85,17 +91,19 @@ def plan(engine, task: Task, reason: str) -> Route:
         reason,
         tile_width=width,
         kept=kept,
+        chunk=rows,
         gemms=count,
-        workspace_bytes=footprint.recompute_bytes(engine, task, width, kept),
+        workspace_bytes=footprint.recompute_bytes(engine, task, width, kept, rows),
         copied_bytes=copies,
     )
 
 
-def accumulator_bytes(problem: Problem, wanted: WantedGradients) -> int:
-    """Bytes of dX's sum in the compute dtype, where dX itself is narrower."""
-    if wanted.x is None or wanted.x == problem.compute_dtype:
+def _forward_rows(engine, problem: Problem, width: int) -> int:
+    """How many rows a forward alone takes at a time, where its partial results of all are worth the slices; else 0."""
+    if engine.forward_bytes(problem, width, 0) <= FORWARD_BYTES:
         return 0
-    return problem.tokens * problem.hidden * problem.compute_dtype.itemsize
+    rows = engine.forward_rows(problem)
+    return 0 if rows == problem.tokens else rows
 
 
 def forward(engine, task: Task, route: Route) -> tuple[NamedTuple, RecomputeState]:
@@ -139,13 +147,21 @@ def _statistics(
             stats, m = engine.exp_chunk(part, out=e[:, tile.columns])
             maxima.append(m)
         else:
-            stats = engine.row_statistics(part, route.tile_width)
+            stats = _row_statistics(engine, part, route)
         pieces.append(stats if stats.argmax is None else replace(stats, argmax=stats.argmax + tile.start))
     stats = pieces[0] if len(pieces) == 1 else over_parts(combined(pieces, torch.stack))
     if not maxima:
         return stats, None
     maxima = maxima[0] if len(maxima) == 1 else torch.cat(maxima, dim=1)
     return stats, KeptExponentials(e, maxima, weight_gradient, Waiting.of(e, weight_gradient))
+
+
+def _row_statistics(engine, problem: Problem, route: Route) -> RowStatistics:
+    """Some rows at a time, where the route says so: their partial results are folded before the next ones come."""
+    if not route.chunk:
+        return engine.row_statistics(problem, route.tile_width)
+    slices_of = (problem.of(rows) for rows in slices(problem.tokens, route.chunk))
+    return combined([engine.row_statistics(part, route.tile_width) for part in slices_of], torch.cat)
 
 
 def _parts(problem: Problem, start: int, stop: int) -> Iterator[Tile]:
@@ -168,7 +184,7 @@ def _gradients(engine, task: Task, route: Route, state: RecomputeState, upstream
     unit = dz_unit(problem, dz_dtype)
     coefficients = objectives.of(problem.options).coefficients(state.stats, state.rows, problem, upstream, unit)
     if dz_dtype == torch.float16:
-        coefficients, unscale = _scaled_for_fp16(coefficients, problem)
+        coefficients, unscale = scaled_for_fp16(coefficients, problem)
     kept, first = state.take_kept(), 0
     sink = _GradientSink(engine, problem, task, problem.options.scale / unit, unscale, kept, coefficients.selected)
     if kept is not None:
@@ -275,22 +291,3 @@ class _GradientSink:
         wide = torch.empty_like(out, dtype=torch.float32)
         matmul(dz.t(), self.x, out=wide, alpha=self.alpha).mul_(self.unscale)
         out.add_(wide) if beta else out.copy_(wide)
-
-
-def _scaled_for_fp16(coefficients: RowCoefficients, problem: Problem) -> tuple[RowCoefficients, torch.Tensor]:
-    """The coefficients times a power of two that keeps dz inside fp16's range, and the inverse of that power.
-
-    Computed on the device: 1/N would underflow fp16, and how large the upstream gradient is, nobody reads.
-    """
-    largest = coefficients.a.abs().amax() if problem.tokens else coefficients.a.new_zeros(())
-    largest = torch.maximum(largest, coefficients.fix.abs().amax())
-    for further in (coefficients.h, coefficients.selected):  # p·|log p| is below 1
-        if further is not None and further.numel():
-            largest = torch.maximum(largest, further.abs().amax())
-    if coefficients.c is not None:
-        per_class = 1.0 if problem.ce_weight is None else problem.ce_weight.abs().amax()
-        largest = torch.maximum(largest, coefficients.c.abs().amax() * per_class)
-    usable = (largest > 0) & largest.isfinite()
-    exponent = torch.floor(torch.log2(FP16_HEADROOM / torch.where(usable, largest, FP16_HEADROOM)))
-    scale = torch.exp2(exponent.clamp(-100, 100))
-    return coefficients.times(scale), 1.0 / scale
