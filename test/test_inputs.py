@@ -198,6 +198,7 @@ REFUSED = {
     "smoothing": (dict(label_smoothing=1.5), ValueError, r"label_smoothing must lie in \[0, 1\], got 1.5"),
     "z_loss": (dict(lse_square_scale=float("nan")), TypeError, "lse_square_scale must be a finite number"),
     "ignore_index": (dict(ignore_index=1.0), TypeError, "ignore_index must be an int, got 1.0"),
+    "accum_dtype, a tensor": (dict(accum_dtype=torch.ones(2)), TypeError, "accum_dtype must be None or a floating"),
     "accum_dtype": (dict(accum_dtype=torch.int32), TypeError, "accum_dtype must be None or a floating"),
     "flag": (dict(return_z_loss=1), TypeError, "return_z_loss must be True or False, got 1"),
     "unknown": (dict(label_smothing=0.1), TypeError, "label_smothing"),

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from liger_cutedsl import LossOptions, fused_linear_log_probs, routing, testing
+from liger_cutedsl.api_row_loss import row_loss_of
 from liger_cutedsl.call import Problem, WantedGradients
-from liger_cutedsl.options import LogProbOptions
+from liger_cutedsl.engines import make_engine
+from liger_cutedsl.options import LogProbOptions, RowLossOptions
 from liger_cutedsl.route import Settings
 from liger_cutedsl.schedules import single_pass
 from liger_cutedsl.schedules.schedule import Task
@@ -32,6 +34,14 @@ def changed(**problem) -> Task:
     return replace(made, problem=replace(made.problem, **problem))
 
 
+def own_loss(needs=(True, True, False), **case) -> Task:
+    made = task(RowLossOptions(reads_entropy=True), needs=needs, **case)
+    x, weight, target = (getattr(made.problem, name) for name in ("x", "weight", "target"))
+    a = torch.ones(made.problem.tokens)
+    row_loss = row_loss_of(lambda v, a: a * v.entropy, (a,), (x, weight, target, None), target.shape)
+    return replace(made, problem=replace(made.problem, row_loss=row_loss))
+
+
 # what a plan may depend on: each of these takes another route than the first, or says something else of it
 CALLS = {
     "as it is": task,
@@ -51,6 +61,8 @@ CALLS = {
     "reason": lambda: task(settings=Settings(workspace_mb=1.0)),
     "dropped": lambda: replace(task(), dropped=50, beside=200_000),
     "captured": lambda: changed(dense=False),
+    "a loss of one's own": lambda: own_loss(),
+    "its forward alone, in slices": lambda: own_loss((False, False, False), tokens=9000, hidden=8),
     "counted": lambda: changed(dense=False, count=lambda: 700),
     "buffer": lambda: changed(weight_grad_buffer=WeightGradBuffer(torch.zeros(3000, 64), "weight_grad_buffer")),
 }
@@ -77,6 +89,14 @@ def test_a_plan_is_that_of_a_fresh_process(around):
         with AROUND[around]():
             assert routing.planned(CALLS[then]())[1] == alone[then], f"{then} after {first}"
         assert routing.planned(CALLS[first]())[1] == before, f"{first} before and after {then}"
+
+
+@pytest.mark.filterwarnings("ignore:a workspace of")
+@pytest.mark.parametrize("name", CALLS)
+def test_an_outline_gives_the_plan_of_its_tensors(name):
+    call, engine = CALLS[name](), make_engine("torch")
+    outlined = replace(call, problem=call.problem.outline())
+    assert routing._schedule(engine, outlined, "") == routing._schedule(engine, call, "")
 
 
 def test_tiles_for_experiments_count(h200, monkeypatch):

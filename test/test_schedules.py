@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import liger_cutedsl
-from liger_cutedsl import LossOptions, fused_linear_cross_entropy, tiling
+from liger_cutedsl import LossOptions, fused_linear_cross_entropy, testing, tiling
 from liger_cutedsl.call import TENSORS, Problem, WantedGradients
 from liger_cutedsl.engines import torch_engine
 from liger_cutedsl.engines.torch_engine import TorchEngine
@@ -220,8 +220,10 @@ def few_rows_at_a_time(monkeypatch):
     monkeypatch.setattr(recompute, "FORWARD_BYTES", 0)
     monkeypatch.setattr(tiling, "SLICES_COST", 100.0)
     tiling.WaveModel.forward_rows.cache_clear()
+    testing.reset()
     yield
     tiling.WaveModel.forward_rows.cache_clear()
+    testing.reset()
 
 
 def forward_of_all_kinds(place, case, call):
@@ -251,6 +253,7 @@ def test_a_forward_alone_in_slices_of_rows(place, few_rows_at_a_time, monkeypatc
         assert liger_cutedsl.explain(*case.tensors()[:2], **call).chunk == 32
     sliced = forward_of_all_kinds(place, case, call)
     monkeypatch.setattr(recompute, "FORWARD_BYTES", 2**40)
+    testing.reset()  # plans are remembered
     with torch.no_grad():
         assert liger_cutedsl.explain(*case.tensors()[:2], **call).chunk == 0
     for part, whole in zip(sliced, forward_of_all_kinds(place, case, call), strict=True):
@@ -273,6 +276,7 @@ def test_a_forward_alone_in_slices_takes_what_a_slice_takes(few_rows_at_a_time, 
 
     sliced, route = peak()
     monkeypatch.setattr(recompute, "FORWARD_BYTES", 2**40)
+    testing.reset()  # plans are remembered
     whole, other = peak()
     assert route.chunk == 512 and route.tile_width == other.tile_width
     assert 7 * route.workspace_bytes < other.workspace_bytes and 6 * sliced < whole

@@ -80,6 +80,8 @@ def test_what_is_replaced_is_what_the_modules_say(monkeypatch):
         (dict(engine="cute", schedule="recompute", tile_width=4096, kept=9000), True, 8192 * 9000),
         (dict(engine="cute", schedule="recompute", tile_width=4096), False, 0),
         (dict(engine="torch", schedule="recompute", tile_width=40960), False, 8192 * 32000),
+        (dict(engine="torch", schedule="recompute", tile_width=7296, chunk=4096), False, 4096 * 7296),
+        (dict(engine="cute", schedule="recompute", tile_width=7296, chunk=4096), False, 0),
     ],
 )
 def test_what_is_stored_at_a_time(route, with_gradients, stored):
@@ -151,6 +153,15 @@ def test_check_notices_another_class(monkeypatch, capsys):
     monkeypatch.setattr(functional, self_check.CLASS, theirs)
     assert __main__.main(["--check"]) == 1
     assert re.search(r"WRONG: loss off by \S+ of it, .*; not by this package", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("variable, value", [("ENGINE", "cute"), ("ENGINE", "cutlass"), ("SCHEDULE", "two_pass")])
+@pytest.mark.parametrize("command", [["--check"], []])
+def test_what_the_environment_asks_for_and_cannot_be_is_said(monkeypatch, capsys, variable, value, command):
+    monkeypatch.setenv(f"LIGER_CUTEDSL_{variable}", value)
+    status = __main__.main(command)
+    assert status == (1 if command else 0)
+    assert value in capsys.readouterr().out
 
 
 def test_check_without_liger(monkeypatch, capsys):

@@ -116,7 +116,7 @@ def _route(device: str, tokens: int, hidden: int, vocab: int, dtype: torch.dtype
         weight = torch.empty(vocab, hidden, dtype=dtype, device=device, requires_grad=True)
         try:
             return explain(x, weight, **operator)
-        except RuntimeError as error:  # an engine forced by the environment that cannot run here
+        except (RuntimeError, ValueError) as error:  # what the environment asks for cannot be, or not here
             return error
 
 

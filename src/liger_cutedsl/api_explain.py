@@ -150,4 +150,6 @@ def _explained(problem: Problem, wanted: WantedGradients, settings: Settings, sp
     check = TargetCheck(problem, split.vocab)
     rows = check.rows()
     part = check.whole() if rows.keep is None else replace(problem.of(slice(len(rows.keep))), dense=True)
+    if not check.readable:
+        part = replace(problem, dense=problem.tokens == 0, count=None)
     return planned_route(Task(part, wanted, settings, split, dropped=rows.dropped, beside=rows.bytes(problem)))[1]

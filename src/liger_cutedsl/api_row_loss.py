@@ -178,6 +178,10 @@ def _used(use: Callable, problem: Problem) -> RowLossOutput:
             return use(replace(problem, options=problem.options.reading(read)))
         except NotComputed as missing:
             read = reads_also(problem.row_loss, missing.name) | read
+        except RuntimeError as error:
+            if isinstance(error.__cause__, NotComputed):  # after a part was added to the caller's buffer: the next time
+                reads_also(problem.row_loss, error.__cause__.name)
+            raise
 
 
 def reads_of(problem: Problem) -> frozenset[str]:

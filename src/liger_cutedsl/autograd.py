@@ -63,7 +63,8 @@ class Call:
     def by_recompute(self, settings: Settings, **changes) -> Call:
         """The same call by the schedule that computes gradients in backward, on the same engine."""
         call = self.with_task(settings=replace(settings, schedule=recompute.NAME), **changes)
-        return replace(call, route=recompute.plan(call.engine, call.task, call.route.reason))
+        route = recompute.plan(call.engine, call.task, call.route.reason)
+        return replace(call, route=replace(route, dtype=self.route.dtype))  # backward runs outside forward's autocast
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):

@@ -45,6 +45,14 @@ class Outline:
 
 
 @dataclass(frozen=True)
+class RowLossOutline:
+    """That there is a loss of the caller's own."""
+
+    def of(self, rows) -> RowLossOutline:
+        return self
+
+
+@dataclass(frozen=True)
 class Problem:
     """x (N, H), weight (V, H), target (N,) of int64 or int32, bias (V,) or None, ce_weight (V,) or None.
 
@@ -111,7 +119,7 @@ class Problem:
         there = ((name, t) for name, t in vars(self).items() if isinstance(t, torch.Tensor))
         tensors = {name: Outline(t.shape, t.dtype, t.device) for name, t in there}
         buffer = self.weight_grad_buffer and self.weight_grad_buffer.outline()
-        there = dict(count=self.count and True, row_loss=self.row_loss and True, weight_grad_buffer=buffer)
+        there = dict(count=self.count and True, row_loss=self.row_loss and RowLossOutline(), weight_grad_buffer=buffer)
         return replace(self, **tensors, **there)
 
     def of(self, rows: slice | torch.Tensor) -> Problem:

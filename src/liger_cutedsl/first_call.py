@@ -62,11 +62,12 @@ def stored_at_a_time(route: Route, problem: Problem, with_gradients: bool) -> in
 
     A store-free forward of the CuTe engine has none. Of Liger-Kernel's operator it is not known.
     """
-    if route.chunk:
-        return min(route.chunk, problem.tokens) * problem.vocab
+    rows = min(route.chunk or problem.tokens, problem.tokens)
+    if route.schedule == "single_pass":
+        return rows * problem.vocab
     if not with_gradients and route.engine == "cute":
         return 0
-    return problem.tokens * min(max(route.kept, route.tile_width), problem.vocab)
+    return rows * min(max(route.kept, route.tile_width), problem.vocab)
 
 
 def _logits(route: Route, problem: Problem, with_gradients: bool) -> str:

@@ -128,7 +128,8 @@ class LossOptions(LogitOptions):
         _check_number("label_smoothing", self.label_smoothing)
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise ValueError(f"label_smoothing must lie in [0, 1], got {self.label_smoothing!r}")
-        if self.accum_dtype is not None and not getattr(self.accum_dtype, "is_floating_point", False):
+        floating = isinstance(self.accum_dtype, torch.dtype) and self.accum_dtype.is_floating_point
+        if self.accum_dtype is not None and not floating:
             raise TypeError(f"accum_dtype must be None or a floating torch.dtype, got {self.accum_dtype!r}")
 
     @classmethod

@@ -119,9 +119,10 @@ def _warn_about_budget(route: Route, task: Task, workspace_mb: float) -> None:
     head = (task.problem.vocab, task.problem.hidden, workspace_mb)
     if head not in _small_budgets:
         _small_budgets.add(head)
+        needed = round((route.workspace_bytes - route.copied_bytes) / 2**20, 2)
         warn_user(
             f"a workspace of {round(workspace_mb, 3):g} MiB holds no schedule of this call: it takes the leanest, "
-            f"which needs {(route.workspace_bytes - route.copied_bytes) / 2**20:.0f} MiB (LIGER_CUTEDSL_WORKSPACE_MB, "
+            f"which needs {needed:g} MiB (LIGER_CUTEDSL_WORKSPACE_MB, "
             f"or workspace_mb=). Said once for a head of this size"
         )
 

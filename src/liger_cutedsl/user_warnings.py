@@ -8,12 +8,13 @@ import inspect
 import os
 import sys
 import warnings
+import weakref
 from pathlib import Path
 
 import torch
 
 _OURS = tuple(str(Path(module.__file__).parent) + os.sep for module in (sys.modules[__package__], torch))
-_BETWEEN = (contextlib.__file__, functools.__file__)
+_BETWEEN = (contextlib.__file__, functools.__file__, weakref.__file__)  # finalizers run where the last name goes
 
 
 def warn_user(message: str) -> None:

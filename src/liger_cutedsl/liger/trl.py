@@ -52,8 +52,9 @@ class ChunkedLogProbFunction:
 
     hidden (N, H), weight (V, H), bias (V,) or None, targets (N,) in [0, V), as TRL makes sure: nobody reads them to
     see. An id outside is no error, as in TRL's class, and no access out of bounds on any engine: it belongs to no
-    column, and its row gets a log-probability of −∞ (on the CuTe engine, for an id less than a tile beyond V, or 2³²
-    away, perhaps another number that means nothing) and the gradient of no target. weight and bias are cast to
+    column, and its row gets a log-probability of −∞, under a softcap that of the lowest logit there may be (on the CuTe
+    engine, for an id less than a tile beyond V, or 2³² away, perhaps another number that means nothing) and the
+    gradient of no target. weight and bias are cast to
     autocast's dtype where it is on, else to hidden's. chunk_size is TRL's tile of the vocabulary: it counts for the
     memory that a call may take. Returns (log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each (N,):
     float32, the last bool; None for what outputs does not name. Gradients reach hidden, weight and bias through the
