@@ -211,7 +211,7 @@ def test_a_call_is_planned_once(enabled, monkeypatch, ignored, plans):
     """And again where rows are dropped: a call of fewer rows."""
     hopper(monkeypatch)
     x, w, target = inputs(torch.bfloat16, ignored=ignored)
-    counted = mock.patch.object(routing, "_schedule", wraps=routing._schedule)
+    counted = mock.patch.object(routing, "_known_plan", wraps=routing._known_plan)
     with testing.planted_kernel_failure("backward"), counted as plan:
         getattr(ops, NAME).apply(x, w, target, 0.7)
     assert plan.call_count == plans

@@ -554,7 +554,7 @@ def test_compiled_the_workspace_is_trls_too(ours, kind, workspace, monkeypatch):
 def test_a_call_is_planned_once(enabled):
     """Whose it is and how it runs: one question, whatever the answer; once more only for the rows that are left."""
     x, w, _, target = inputs(torch.bfloat16)
-    counted = mock.patch.object(routing, "_schedule", wraps=routing._schedule)
+    counted = mock.patch.object(routing, "_known_plan", wraps=routing._known_plan)
     with testing.planted_kernel_failure("backward"), counted as plan:
         kernels.ChunkedLogProbFunction.apply(x, w, None, target, 0.7, 32768)
     assert plan.call_count == 1
