@@ -27,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
     record = commands.add_parser("record", help="on a Hopper GPU: run the cases there and write what they give")
     record.add_argument("file", type=Path)
     commands.add_parser("count", help="count what each warp does a tile against the time of the MMAs")
+    commands.add_parser("host", help="processor time of warm calls, launches left out")
     return main
 
 
@@ -42,6 +43,11 @@ def main() -> None:
         from ptx import counting
 
         counting.report()
+    elif arguments.command == "host":
+        prepare("sm_90a")
+        from ptx import host_time
+
+        host_time.report()
     elif arguments.command == "mutate":
         prepare(arguments.arch)
         from ptx import mutants

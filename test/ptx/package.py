@@ -10,7 +10,13 @@ from dataclasses import replace
 import torch
 
 import liger_cutedsl.engines.cute_engine as cute_engine
-from liger_cutedsl import ahead_of_time, kernel_variants
+from liger_cutedsl import (
+    ahead_of_time,
+    fused_linear_cross_entropy,
+    fused_linear_log_probs,
+    fused_linear_loss,
+    kernel_variants,
+)
 from liger_cutedsl.call import Problem
 from liger_cutedsl.engines.torch_engine import TorchEngine
 from liger_cutedsl.epilogues import EpilogueFlags, exp_headroom
@@ -122,6 +128,51 @@ def replace_gpu(matmul, multiprocessors: int) -> None:
     routing.cute_obstacle = lambda *_: None
     cute_engine.multiprocessors = lambda _: multiprocessors
     gemm.matmul = recompute.matmul = single_pass.matmul = selected.matmul = matmul
+
+
+def _log_probs(*tensors):
+    found = fused_linear_log_probs(*tensors, return_entropy=True, engine="cute")
+    return (found.log_probs + found.entropy).sum()
+
+
+def _own(*tensors):
+    return fused_linear_loss(*tensors, lambda values: -values.log_prob - values.entropy, engine="cute")
+
+
+# name → a call of (x, weight, target) that returns what is differentiated
+OPERATORS = {
+    "fused_linear_cross_entropy": lambda *tensors: fused_linear_cross_entropy(*tensors, engine="cute"),
+    "fused_linear_log_probs, with entropy": _log_probs,
+    "fused_linear_loss, with entropy": _own,
+}
+
+
+def leave_out_kernels() -> None:
+    """For host_time.py: GEMMs are prepared and not launched, plain products and Triton passes give what is there."""
+    from liger_cutedsl import triton_kernels
+    from liger_cutedsl.schedules import kept
+
+    replace_gpu(lambda a, b, *, out, beta=0.0, alpha=1.0: out, 132)
+    empty = torch.empty
+    torch.empty = lambda *sizes, pin_memory=False, **more: empty(*sizes, **more)
+
+    def prepare(engine, kernel, x, weight, out, arguments, tile):
+        x, weight = cute_engine.tma_operand(x), cute_engine.tma_operand(weight)
+        kernel.gemm(x, weight, out, epi_args=arguments, _launch=False, **tile.arguments())
+        engine._then()
+
+    def summarize(target, ignored, x, largest, out):
+        out.zero_()[0].copy_(torch.tensor([len(target), 0, 1, 0]))
+
+    def fold(moments, headroom):
+        return {name: part[:, 0] for name, part in {**moments, "lse": moments["maximum"]}.items()}
+
+    cute_engine.CuteEngine._run = prepare
+    cute_engine.dz_of_exp = lambda *_: None
+    cute_engine.fold_exp = lambda maxima, *_: maxima[:, 0]
+    cute_engine.fold_lse = lambda lse: lse[:, 0]
+    cute_engine.fold_moments = fold
+    triton_kernels.summarize_targets, kept.scale_in_place = summarize, lambda *_: None
 
 
 @contextmanager
