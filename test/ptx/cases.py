@@ -65,6 +65,8 @@ LONG = (
     "forward entropy huge",
     "forward scaled",
     "exp per token fp16",
+    "exp scaled",
+    "exp softcap fp16",
     "exp row loss",
     "backward entropy",
     "backward entropy masked",
