@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import liger_cutedsl
-from liger_cutedsl import LossOptions, fused_linear_cross_entropy, testing
+from liger_cutedsl import LossOptions, api_explain, fused_linear_cross_entropy, routing, testing
 from liger_cutedsl.call import Problem, WantedGradients
+from liger_cutedsl.engines.torch_engine import TorchEngine
 from liger_cutedsl.objective import dz_unit, row_weights
 from liger_cutedsl.route import Settings
 from liger_cutedsl.rows import LARGEST_MASKED, MASKED_SHARE, TargetCheck
@@ -235,6 +236,23 @@ def test_a_captured_graph_counts_the_copy_of_x(monkeypatch):
     assert seen[-1][1].copied_bytes == x.numel() * 2
     fused_linear_cross_entropy(x, weight, target, engine="cute")
     assert seen[-1][1].copied_bytes == 0
+
+
+def test_explain_knows_what_a_captured_graph_cannot(monkeypatch):
+    """While one is captured no target is read, and a float16 mean takes the schedule that scales on the device."""
+
+    class Unread(TargetCheck):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.readable = self._summary = None
+
+    monkeypatch.setattr(api_explain, "TargetCheck", Unread)
+    monkeypatch.setattr(routing, "make_engine", lambda *_: TorchEngine(torch.float16))
+    x, weight, target, *_ = Case(700, 32, 400, torch.float16, ignored=0.0).tensors()
+    assert liger_cutedsl.explain(x, weight).schedule == "single_pass"  # none is ignored
+    captured = liger_cutedsl.explain(x, weight, target)
+    assert captured.schedule == "recompute" and "a float16 mean needs a scale" in captured.reason
+    assert liger_cutedsl.explain(x, weight, target, reduction="sum").schedule == "single_pass"
 
 
 def test_explain_reads_the_targets_it_is_given():
