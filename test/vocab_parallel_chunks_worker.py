@@ -252,19 +252,22 @@ def suite_collectives():
     same_everywhere(loss=same[0][0], dx=same[0][1])
 
 
-def suite_workspaces():
-    """Ranks with unlike budgets take the chunks that fit the smallest."""
-    case = Case(tokens=300, vocab=40 * WORLD, dtype=torch.float32, ignored=0.0)
-    x, weight, target, *_ = case.tensors()
-    shard = weight.detach()[40 * RANK : 40 * RANK + 40]
+def equal_shards(tokens: int, rows: int):
+    """x, this rank's rows of weight, target, and what holds (loss, dX, dW) against float64: float32, a mean."""
+    x, weight, target, *_ = Case(tokens, vocab=rows * WORLD, dtype=torch.float32, ignored=0.0).tensors()
+    own = slice(rows * RANK, rows * (RANK + 1))
     expected, (dx, dw, _) = reference(x, weight, target, None, None, LossOptions())
 
     def right(found):
-        for name, got, want in zip(
-            ("loss", "dx", "dW"), found, (expected["loss"], dx, dw[40 * RANK :][:40]), strict=True
-        ):
+        for name, got, want in zip(("loss", "dx", "dW"), found, (expected["loss"], dx, dw[own]), strict=True):
             assert_close(got, want, GRADIENT_BOUND[torch.float32], name)
 
+    return x, weight.detach()[own], target, right
+
+
+def suite_workspaces():
+    """Ranks with unlike budgets take the chunks that fit the smallest."""
+    x, shard, target, right = equal_shards(tokens=300, rows=40)
     kept = single_pass.SMALLEST_CHUNK
     single_pass.SMALLEST_CHUNK = 128
     for mb in ([50.0, 0.01, None, 1.0][RANK], [None, None, 0.01, 0.01][RANK] if WORLD > 2 else [0.01, 4][RANK]):
@@ -339,15 +342,7 @@ def failing(primitive: str, at: int):
 
 def suite_failing_kernels():
     """In the first chunk of a first call all ranks do without it; later it is one rank's own, and others get NaN."""
-    case = Case(tokens=40, vocab=10 * WORLD, dtype=torch.float32, ignored=0.0)
-    x, weight, target, *_ = case.tensors()
-    shard = weight.detach()[10 * RANK : 10 * RANK + 10]
-    expected, (dx, dw, _) = reference(x, weight, target, None, None, LossOptions())
-
-    def right(found):
-        wanted = (expected["loss"], dx, dw[10 * RANK : 10 * RANK + 10])
-        for name, got, want in zip(("loss", "dx", "dW"), found, wanted, strict=True):
-            assert_close(got, want, GRADIENT_BOUND[torch.float32], name)
+    x, shard, target, right = equal_shards(tokens=40, rows=10)
 
     def alone(**call):
         if RANK == LAST:

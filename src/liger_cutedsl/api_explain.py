@@ -149,7 +149,10 @@ def _explained(problem: Problem, wanted: WantedGradients, settings: Settings, sp
         return planned_route(Task(replace(problem, dense=True), wanted, settings, split))[1]
     check = TargetCheck(problem, split.vocab)
     rows = check.rows()
-    part = check.whole() if rows.keep is None else replace(problem.of(slice(len(rows.keep))), dense=True)
     if not check.readable:
         part = replace(problem, dense=problem.tokens == 0, count=None)
+    elif rows.keep is None:
+        part = check.whole()
+    else:
+        part = replace(problem.of(slice(len(rows.keep))), dense=True)
     return planned_route(Task(part, wanted, settings, split, dropped=rows.dropped, beside=rows.bytes(problem)))[1]

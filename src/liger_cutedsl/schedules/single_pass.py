@@ -99,8 +99,10 @@ def obstacle(engine, task: Task) -> str | None:
 
 def _not_in_forward(task: Task) -> str | None:
     """Why dW is not added to the caller's buffer before backward."""
-    if task.settings.schedule != NAME or task.split.sums_dx:
-        return "gets its gradient in backward" + " where the vocabulary is split" * task.split.sums_dx
+    if task.split.sums_dx:
+        return "gets its gradient in backward where the vocabulary is split"
+    if task.settings.schedule != NAME:
+        return "gets its gradient in backward"
     return task.problem.weight_grad_buffer.not_in_forward
 
 
