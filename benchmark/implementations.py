@@ -171,6 +171,18 @@ def ours_ignoring_half(**call):
     return lambda: _autograd(loss)
 
 
+def ours_as_hugging_face(sequences=4):
+    """Hugging Face's batch: the last target of each sequence ignored, a sum divided by the number of items."""
+
+    def loss(x, w, t):
+        ends = torch.zeros_like(t, dtype=torch.bool)
+        ends[len(t) // sequences - 1 :: len(t) // sequences] = True
+        t = t.masked_fill(ends, -100)
+        return liger_cutedsl.fused_linear_cross_entropy(x, w, t, reduction="sum") / (len(t) - sequences)
+
+    return lambda: _autograd(loss)
+
+
 def ours_into_buffer(dtype: torch.dtype | None, **call):
     """dW added to one buffer, of dtype (weight's if None), as training accumulates it: it is there before what is
     measured, so that a peak is what comes beside it."""
@@ -199,6 +211,7 @@ IMPLEMENTATIONS = {
         Implementation("single_pass-288", "ours, a workspace of 288 MiB", ours(workspace_mb=288)),
         Implementation("single_pass-all", "ours, every option", ours_with(OPTIONS), False),
         Implementation("single_pass-half", "ours, half of the targets ignored at random", ours_ignoring_half(), False),
+        Implementation("single_pass-hf", "ours, a Hugging Face batch", ours_as_hugging_face(), False),
         Implementation("recompute", "ours, schedule recompute", ours(**RECOMPUTE)),
         Implementation("recompute-all", "ours, recompute, every option", ours_with(OPTIONS, **RECOMPUTE), False),
         Implementation("recompute-half", "ours, recompute, half ignored", ours_ignoring_half(**RECOMPUTE), False),

@@ -49,6 +49,19 @@ MODELS = (
     ("gpt-oss 20B", 2880, 201088),
 )
 
+# Smaller ones too, where what is not a product shows.
+HEADS = (
+    ("Llama 3 8B", 4096, 128256),
+    ("Llama 3.2 1B", 2048, 128256),
+    ("Qwen3 4B", 2560, 151936),
+    ("Qwen2.5 7B", 3584, 152064),
+    ("gpt-oss 20B", 2880, 201088),
+    ("Gemma 2 2B", 2304, 256000),
+    ("Qwen3 0.6B", 1024, 151936),
+    ("Qwen2.5 0.5B", 896, 151936),
+    ("SmolLM2 135M", 576, 49152),
+)
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -91,9 +104,29 @@ def gpu_sweeps() -> list[Measurement]:
         found.append(Measurement("dtypes", str(dtype).removeprefix("torch."), shape, (*ours, "liger-triton")))
     found += per_token_sweep()
     found += row_loss_sweep()
+    found += heads_sweep()
     found.append(Measurement("grad buffer", "forward + backward", REFERENCE, (*OURS, *BUFFERS), 9))
     # the first shape once more, at the other end of the run
     found.append(Measurement("repeat", "forward + backward", REFERENCE, (*PEERS[:6], "single_pass-288"), 9))
+    return found
+
+
+def heads_sweep() -> list[Measurement]:
+    """Heads with the default, next to quack's; and the batches that Hugging Face's trainer makes of the first."""
+    compared = ("floor", "single_pass", "quack-base")
+    found = [
+        Measurement(
+            "heads",
+            model,
+            Shape(8192, vocab, hidden),
+            (*compared, *(("single_pass-softcap",) if model in SOFTCAPPED else ())),
+            9 if hidden < 2048 else 7,
+        )
+        for model, hidden, vocab in HEADS
+    ]
+    for tokens in (8192, 1024):
+        shape = replace(REFERENCE, tokens=tokens)
+        found.append(Measurement("batches", f"N={tokens}", shape, (*compared[:2], "single_pass-hf"), 15))
     return found
 
 
