@@ -144,22 +144,23 @@ def recompute_bytes(engine, task: Task, width: int, kept: int, rows: int = 0) ->
 
 def _recompute_backward(engine, task: Task, width: int, kept: int, exponentials: int, returned: int):
     """The phases of backward: kept columns, tiles, dX in its own dtype, dX in its rows' places."""
-    problem, wanted, copies = task.local, task.wanted, copied_bytes(task, CAST_COLUMNS)
+    problem, wanted = task.local, task.wanted
     one_product = kept == problem.vocab and not task.split.sums_dx
     x_sum = wanted.x if one_product else wanted.x and problem.compute_dtype
-    sums = copies + gradient_bytes(problem, replace(task.returned, x=x_sum)) - returned
+    sums = gradient_bytes(problem, replace(task.returned, x=x_sum)) - returned
     if kept:
+        cast = 0 if wanted.x is None else min(kept, CAST_COLUMNS)  # of W, which dX alone takes
         scratch = _scratch(engine, problem, wanted, problem.tokens, kept)
         column_sums = engine.column_sums_bytes(problem, kept) if wanted.bias is not None else 0
         stored = _stored_bytes(engine, problem, problem.tokens) if exponentials else 0
-        yield sums + max(exponentials, stored + max(scratch, column_sums))
+        yield copied_bytes(task, cast) + sums + max(exponentials, stored + max(scratch, column_sums))
     if kept < problem.vocab:
         through = 4 if engine.dz_dtype(problem.gemm_dtype) == torch.float16 else 0  # which column_bytes counts, too
         dz = engine.column_bytes(problem) * (width + SPARE_COLUMNS) - through * problem.hidden * width
-        widths = {min(width, problem.vocab - kept), (problem.vocab - kept) % width or width}
-        yield sums + dz + max(_scratch(engine, problem, wanted, problem.tokens, n, through) for n in widths)
+        for n in {min(width, problem.vocab - kept), (problem.vocab - kept) % width or width}:
+            yield copied_bytes(task, n) + sums + dz + _scratch(engine, problem, wanted, problem.tokens, n, through)
     if wanted.x is not None:
         dx = problem.tokens * problem.hidden * wanted.x.itemsize
-        yield sums + dx * (x_sum != wanted.x)
+        yield copied_bytes(task, 0) + sums + dx * (x_sum != wanted.x)
         if task.dropped:
             yield task.beside + gradient_bytes(problem, task.returned, task.dropped) + dx - returned
