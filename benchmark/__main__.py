@@ -4,6 +4,7 @@ python -m benchmark                 every sweep, into benchmark/results/<gpu>.js
 python -m benchmark --quick         one shape, under two minutes        --cpu    the harness without a GPU
 python -m benchmark report          writes README's table, docs/figures.md and the plots from the committed results
 python -m benchmark steps           whole training steps of Hugging Face models    (--model NAME, --cpu, --out)
+python -m benchmark kernels         where a call's time goes, by kernel and on the host    (--model NAME)
 python -m benchmark roofline        predicted times, checked against the measured ones
 """
 
@@ -19,13 +20,13 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmark import report, roofline, steps
+from benchmark import kernels, report, roofline, steps
 from benchmark.implementations import IMPLEMENTATIONS
 from benchmark.measure import DISTRIBUTIONS, gradient_errors, measure
 from benchmark.per_token import PER_TOKEN, per_token_errors
 from benchmark.records import RESULTS, environment, read, slug
 from benchmark.row_loss import ROW_LOSS, row_loss_errors
-from benchmark.sweeps import Measurement, cpu_sweeps, gpu_sweeps, quick_sweeps
+from benchmark.sweeps import HEADS, Measurement, cpu_sweeps, gpu_sweeps, quick_sweeps
 
 ACCURACY = ("recompute", "single_pass", "liger-triton", "quack-base", "quack-exp-2048", "cce", "torch")
 
@@ -120,19 +121,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", nargs="?", choices=("run", "report", "roofline", "steps"), default="run")
+    models = sorted({*steps.MODELS, *(model for model, _, _ in HEADS)})
+    parser.add_argument("command", nargs="?", choices=("run", "report", "kernels", "roofline", "steps"), default="run")
     parser.add_argument("--quick", action="store_true", help="one shape, under two minutes")
     parser.add_argument("--cpu", action="store_true", help="small shapes on the CPU")
     parser.add_argument("--sweep", action="append", help="only this sweep; may be given more than once")
-    parser.add_argument("--model", action="append", choices=sorted(steps.MODELS), help="for steps, likewise")
+    parser.add_argument("--model", action="append", choices=models, help="for steps and kernels, likewise")
     parser.add_argument("--out", help="the JSON lines file to write, or to continue")
     parser.add_argument("--gpu", default="h200", choices=sorted(roofline.GPUS), help="for roofline")
     chosen = parser.parse_args(arguments)
     if chosen.command == "report":
         return report.main()
+    if chosen.command == "kernels":
+        return kernels.main(chosen.model)
     if chosen.command == "roofline":
         return roofline.main(chosen.gpu)
     if chosen.command == "steps":
+        if unknown := {*(chosen.model or ())} - {*steps.MODELS}:
+            parser.error(f"steps: no configuration of {sorted(unknown)}; there are {sorted(steps.MODELS)}")
         return steps.main(chosen.cpu, chosen.model, chosen.out)
     return run(chosen)
 
