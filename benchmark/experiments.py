@@ -95,12 +95,12 @@ class _WithStep:
     def __getattr__(self, name):
         return getattr(self.engine, name)
 
-    def exp_chunk(self, problem, out):
+    def exp_chunk(self, problem, out, **call):
         self.e = out
         if self.chunks % self.buffers:
             self.own = torch.empty_like(out) if self.own is None else self.own
             self.e = self.own[: problem.tokens]
-        return self.engine.exp_chunk(problem, out=self.e)
+        return self.engine.exp_chunk(problem, out=self.e, **call)
 
     def scale_chunk(self, problem, e, maxima, lse, coefficients, column_sums):
         rows = slice(self.tokens, self.tokens + problem.tokens)

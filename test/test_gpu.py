@@ -396,7 +396,7 @@ def test_a_gradient_of_more_than_2_31_elements_is_scaled():
 
     data = torch.ones(2**31 + 5, dtype=torch.bfloat16, device="cuda")
     for factor, expected in ((1.0, 1.0), (0.5, 0.5)):
-        scale_in_place(data, torch.tensor(factor, device="cuda"))
+        scale_in_place([data], torch.tensor(factor, device="cuda"))
         assert data.min().item() == data.max().item() == expected
 
 

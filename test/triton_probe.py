@@ -6,6 +6,7 @@ The interpreter runs a kernel's code with numpy, so this checks the code, not wh
 """
 
 import contextlib
+import itertools
 import os
 import sys
 
@@ -95,13 +96,51 @@ def check_summary():
 
 def check_scale():
     triton_kernels.MOST_PROGRAMS = 2  # each has several blocks
-    data = torch.randn(50000)
-    kept = data.clone()
-    triton_kernels.scale_in_place(data, torch.tensor(1.0))
-    assert torch.equal(data, kept)
-    triton_kernels.scale_in_place(data, torch.tensor(-0.5))
-    assert torch.equal(data, kept * -0.5)
+    dtypes = (torch.float32, torch.float16, torch.float32)
+    for sizes in ((50000,), (50000, 70000), (9000, 20000, 1), (30000, 3)):
+        data = [torch.randn(n).to(dtype) for n, dtype in zip(sizes, dtypes, strict=False)]
+        kept = [v.clone() for v in data]
+        triton_kernels.scale_in_place(data, torch.tensor(1.0))
+        assert all(map(torch.equal, data, kept))
+        triton_kernels.scale_in_place(data, torch.tensor(-0.5))
+        assert all(torch.equal(v, before * -0.5) for v, before in zip(data, kept, strict=True))
     print("ok scale_in_place")
+
+
+def check_sum_parts():
+    for dtype, beta in itertools.product((torch.float32, torch.float16), (0.0, 1.0, 0.5)):
+        parts, out = torch.randn(5, 37, 41), torch.randn(37, 41).to(dtype)
+        want = 0.25 * parts.double().sum(0) + (beta * out.double() if beta else 0.0)
+        if not beta:
+            out.fill_(torch.nan)
+        triton_kernels.sum_parts(parts, out, 0.25, beta)
+        close(f"sum_parts {dtype} {beta}", out, want, FLOAT32 if dtype == torch.float32 else 2.0**-11)
+    print("ok sum_parts")
+
+
+def check_fold_plain():
+    """Against PyTorch's own row values: rows that are certain, of every target, without one, −inf and NaN."""
+    tiles, n = 700, 6
+    for headroom, ignore_index in ((0, None), (15, None), (0, -100), (0, 2**40)):
+        maxima, sums = torch.randn(n, tiles) * 5, torch.rand(n, tiles) * 5 + 1
+        lse = (maxima.double() + sums.double().log()).logsumexp(1)
+        target_logit = (lse - torch.tensor([1e-6, 1e-3, 0.3, 0.6, 12.0, 200.0], dtype=torch.float64)).float()
+        target = torch.arange(n)
+        if ignore_index is not None:
+            target[2], target_logit[2] = ignore_index, -torch.inf
+        rows = torch.full((4, n + 3), torch.nan)[:, :n]
+        plain = cross_entropy.Plain(rows, 0.75, 1 / 64, ignore_index)
+        triton_folds.fold_plain(maxima, sums * 2.0**headroom, headroom, target_logit, target, plain)
+        exact = torch.full((4, n), torch.nan, dtype=torch.float64)
+        stats = RowStatistics(lse=rows[0].double(), target_logit=target_logit.double())
+        plain._replace(rows=exact).write(stats, target)
+        close(f"fold_plain lse {headroom}", rows[0], lse, FLOAT32)
+        for name, got, want in zip(("a", "fix", "loss"), rows[1:], exact[1:], strict=True):
+            assert ((got.double() - want).abs() <= 1e-6 * want.abs()).all(), (name, got, want)
+    maxima[1], maxima[3], target_logit[3] = torch.nan, -torch.inf, -torch.inf
+    triton_folds.fold_plain(maxima, sums, 0, target_logit, target, plain)
+    assert rows[0, 1].isnan() and rows[2, 1].isnan() and rows[3, 1].isnan() and rows[0, 3] == -torch.inf
+    print("ok fold_plain")
 
 
 def check_dz(options, dtype, with_vectors, vocab=5000, tokens=6):
@@ -118,7 +157,7 @@ def check_dz(options, dtype, with_vectors, vocab=5000, tokens=6):
     )
     engine = TorchEngine(dz_dtype=dtype)
     e = torch.empty(tokens, vocab + 8, dtype=dtype)[:, :vocab]
-    stats, maxima = engine.exp_chunk(problem, out=e)
+    stats, maxima, _ = engine.exp_chunk(problem, out=e)
     scale = torch.tensor(4096.0 if dtype == torch.float16 else 1.0)
     upstream = cross_entropy.LossOutput(scale)
     coefficients = cross_entropy.coefficients(stats, row_weights(problem), problem, upstream, 1.0)
@@ -132,7 +171,7 @@ def check_entropy_dz(dtype, vocab=5000, tokens=6):
     problem = Problem(x, weight, torch.randint(0, vocab, (tokens,)), options=options, dense=True)
     engine = TorchEngine(dz_dtype=dtype)
     e = torch.empty(tokens, vocab + 8, dtype=dtype)[:, :vocab]
-    stats, maxima = engine.exp_chunk(problem, out=e)
+    stats, maxima, _ = engine.exp_chunk(problem, out=e)
     stats = stats.finished()
     by = RowDerivatives(torch.randn(tokens), h=torch.randn(tokens))
     coefficients = row_coefficients(stats, row_weights(problem), options, by)
@@ -160,6 +199,8 @@ check_folds()
 check_moments()
 check_summary()
 check_scale()
+check_sum_parts()
+check_fold_plain()
 for dtype in (torch.float32, torch.float16):  # the interpreter truncates to bf16 where a GPU rounds
     check_dz({}, dtype, False)
     check_dz(dict(softcap=5.0), dtype, True)  # in the exponentials already

@@ -48,6 +48,44 @@ class LossOutput(NamedTuple):
         return shaped.loss if all(metric is None for metric in shaped[1:]) else shaped
 
 
+class Plain(NamedTuple):
+    """Some rows of a loss without options, for the launch that folds what the GEMM's tiles left of them.
+
+    rows: (4, n) uninitialised, its rows contiguous: lse, a, fix and the loss will be there. b: B of every row that
+    counts. share: 1/D, what −log p is multiplied by. ignore_index: None where no target is ignored.
+    """
+
+    rows: torch.Tensor
+    b: float
+    share: float
+    ignore_index: int | None
+
+    def write(self, stats: RowStatistics, target: torch.Tensor) -> None:
+        """results() and coefficients() where there are no options."""
+        log_p = stats.target_logit - stats.lse
+        found = torch.stack([torch.full_like(log_p, self.b), self.b * torch.expm1(log_p), -self.share * log_p])
+        self.rows[0] = stats.lse
+        self.rows[1:] = found if self.ignore_index is None else found.where(target != self.ignore_index, 0.0)
+
+    @property
+    def coefficients(self) -> RowCoefficients:
+        return RowCoefficients(self.rows[1], None, self.rows[2])
+
+
+def is_plain(problem: Problem) -> bool:
+    """Whether the loss has no options that rows differ by, and the host is to know how many rows count."""
+    options = problem.options
+    return (
+        type(options) is LossOptions
+        and (problem.dense or problem.count is not None)
+        and problem.ce_weight is None
+        and options.softcap is None
+        and options.reduction != "none"
+        and not (options.smoothing or options.lse_square_scale or options.use_token_scaling)
+        and not (options.return_z_loss or options.needs_argmax)
+    )
+
+
 DIFFERENTIABLE = ("loss",)
 FILLS = LossOutput(0.0, 0.0, 0.0, -1)
 

@@ -22,7 +22,7 @@ def matmul(
     are where the device has such a product (16-bit into fp32 on CUDA), and widened first elsewhere."""
     parts = _parts(*a.shape, b.shape[1], a.dtype, a.device)
     if parts > 1:
-        return _written(_sum_of_parts(a, b, parts).mul_(alpha), out, beta)
+        return _written_from_parts(_partial_sums(a, b, parts), out, beta, alpha)
     one_dtype = a.dtype == b.dtype
     mixed = one_dtype and out.dtype == torch.float32 and a.is_cuda and a.dtype.itemsize == 2
     if mixed or (one_dtype and a.dtype == out.dtype):
@@ -60,7 +60,7 @@ def scratch_bytes(rows: int, terms: int, columns: int, dtype: torch.dtype, devic
     if parts == 1:
         return 0
     rest = terms // parts // 64 * 64 * parts < terms
-    return (parts + rest + 1) * rows * columns * 4  # with their sum
+    return (parts + rest) * rows * columns * 4
 
 
 def _parts(rows: int, terms: int, columns: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -72,8 +72,8 @@ def _parts(rows: int, terms: int, columns: int, dtype: torch.dtype, device: torc
     return 1 if blocks >= available else min(math.ceil(available / blocks), MOST_PARTS)
 
 
-def _sum_of_parts(a: torch.Tensor, b: torch.Tensor, parts: int) -> torch.Tensor:
-    """a @ b in float32."""
+def _partial_sums(a: torch.Tensor, b: torch.Tensor, parts: int) -> torch.Tensor:
+    """(parts or one more, rows, columns) in float32: their sum is a @ b."""
     (rows, terms), columns = a.shape, b.shape[1]
     each = terms // parts // 64 * 64
     rest = each * parts
@@ -82,7 +82,16 @@ def _sum_of_parts(a: torch.Tensor, b: torch.Tensor, parts: int) -> torch.Tensor:
     torch.bmm(batch, b[:rest].unflatten(0, (parts, each)), out_dtype=torch.float32, out=partial[:parts])
     if rest < terms:
         torch.mm(a[:, rest:], b[rest:], out_dtype=torch.float32, out=partial[parts])
-    return partial.sum(dim=0)
+    return partial
+
+
+def _written_from_parts(partial: torch.Tensor, out: torch.Tensor, beta: float, alpha: float) -> torch.Tensor:
+    if not out.is_contiguous():
+        return _written(partial.sum(dim=0).mul_(alpha), out, beta)
+    from liger_cutedsl import triton_kernels
+
+    triton_kernels.sum_parts(partial, out, alpha, beta)
+    return out
 
 
 @functools.cache
@@ -90,11 +99,14 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def scale_in_place(matrix: torch.Tensor, factor: torch.Tensor) -> None:
-    """matrix *= factor, a scalar tensor. Where it is 1, memory is not touched; on a GPU nothing is read to the host."""
-    if matrix.is_cuda:
+def scale_in_place(matrices: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Each *= factor, a scalar tensor. Where it is 1, memory is not touched; on a GPU nothing is read to the host."""
+    if not matrices:
+        return
+    if factor.is_cuda:
         from liger_cutedsl import triton_kernels
 
-        triton_kernels.scale_in_place(matrix, factor)
+        triton_kernels.scale_in_place(matrices, factor)
     elif factor.item() != 1.0:
-        matrix.mul_(factor)
+        for matrix in matrices:
+            matrix.mul_(factor)

@@ -8,8 +8,8 @@ import triton.language as tl
 
 
 @triton.jit
-def _fold(tile_max, sums, lse, tiles, headroom, WITH_SUMS: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * tiles
+def _folded(tile_max, sums, row, tiles, headroom, WITH_SUMS: tl.constexpr, BLOCK: tl.constexpr):
+    """lse of a row that begins at `row`."""
     largest, total = float("-inf"), 0.0
     for start in range(0, tiles, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -23,7 +23,13 @@ def _fold(tile_max, sums, lse, tiles, headroom, WITH_SUMS: tl.constexpr, BLOCK: 
         total = total * tl.exp(largest - shift) + tl.sum(term, 0)
         largest = new
     shift = tl.where(largest == float("-inf"), 0.0, largest)
-    tl.store(lse + tl.program_id(0), tl.log(total) + (shift - headroom * 0.6931471805599453))
+    return tl.log(total) + (shift - headroom * 0.6931471805599453)
+
+
+@triton.jit
+def _fold(tile_max, sums, lse, tiles, headroom, WITH_SUMS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * tiles
+    tl.store(lse + tl.program_id(0), _folded(tile_max, sums, row, tiles, headroom, WITH_SUMS, BLOCK))
 
 
 def fold_exp(tile_max: torch.Tensor, sums: torch.Tensor | None, headroom: int) -> torch.Tensor:
@@ -44,6 +50,75 @@ def fold_exp(tile_max: torch.Tensor, sums: torch.Tensor | None, headroom: int) -
 def fold_lse(partials: torch.Tensor) -> torch.Tensor:
     """(N,) log Σ_j exp partials[i, j] of (N, tiles), contiguous float32. NaN partials give NaN."""
     return fold_exp(partials, None, 0)
+
+
+@triton.jit
+def _expm1(x):
+    """e^x − 1 for x ≤ 0 or a little above, to some 3e-7 of itself: a series where the difference would cancel."""
+    series = 1.0 + x * (1 / 8) * (1.0 + x * (1 / 9))
+    series = 1.0 + x * (1 / 6) * (1.0 + x * (1 / 7) * series)
+    series = x * (1.0 + x * (1 / 2) * (1.0 + x * (1 / 3) * (1.0 + x * (1 / 4) * (1.0 + x * (1 / 5) * series))))
+    return tl.where(tl.abs(x) < 0.5, series, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def _fold_plain(
+    tile_max,
+    sums,
+    target_logit,
+    target,
+    rows,
+    stride,
+    tiles,
+    headroom,
+    ignore_index,
+    b,
+    share,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row: its lse, a, fix and loss at rows, rows + stride, …"""
+    i = tl.program_id(0).to(tl.int64)
+    lse = _folded(tile_max, sums, i * tiles, tiles, headroom, True, BLOCK)
+    log_p = tl.load(target_logit + i) - lse
+    a, fix, loss = b, b * _expm1(log_p), -log_p * share
+    if MASKED:
+        counts = tl.load(target + i) != ignore_index
+        a, fix, loss = tl.where(counts, a, 0.0), tl.where(counts, fix, 0.0), tl.where(counts, loss, 0.0)
+    tl.store(rows + i, lse)
+    tl.store(rows + stride + i, a)
+    tl.store(rows + 2 * stride + i, fix)
+    tl.store(rows + 3 * stride + i, loss)
+
+
+def fold_plain(
+    tile_max: torch.Tensor,
+    sums: torch.Tensor,
+    headroom: int,
+    target_logit: torch.Tensor,
+    target: torch.Tensor,
+    plain,
+) -> None:
+    """What fold_exp gives, and what cross entropy without options makes of it: writes plain.rows (4, n), float32 whose
+    rows are contiguous, as cross_entropy.plain_rows does."""
+    n, tiles = tile_max.shape
+    with torch.cuda.device(tile_max.device):
+        _fold_plain[(n,)](
+            tile_max,
+            sums,
+            target_logit,
+            target,
+            plain.rows,
+            plain.rows.stride(0),
+            tiles,
+            float(headroom),
+            0 if plain.ignore_index is None else plain.ignore_index,
+            float(plain.b),
+            float(plain.share),
+            MASKED=plain.ignore_index is not None,
+            BLOCK=min(1024, triton.next_power_of_2(tiles)),
+            num_warps=4,
+        )
 
 
 @triton.jit

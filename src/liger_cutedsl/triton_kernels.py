@@ -71,26 +71,67 @@ def summarize_targets(
 
 
 @triton.jit
-def _scale_in_place(data, factor, n, BLOCK: tl.constexpr):
+def _scale_one(data, scale, n, BLOCK: tl.constexpr):
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK).to(tl.int64)
+        value = tl.load(data + at, mask=at < n)
+        tl.store(data + at, (value.to(scale.dtype) * scale).to(data.dtype.element_ty), mask=at < n)
+
+
+@triton.jit
+def _scale_in_place(first, second, factor, n_first, n_second, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     scale = tl.load(factor)
     if scale != 1.0:
-        wide: tl.constexpr = tl.float64 if data.dtype.element_ty == tl.float64 else tl.float32
-        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):
-            at = start + tl.arange(0, BLOCK).to(tl.int64)
-            value = tl.load(data + at, mask=at < n)
-            tl.store(data + at, (value.to(wide) * scale.to(wide)).to(data.dtype.element_ty), mask=at < n)
+        scale = scale.to(WIDE)
+        _scale_one(first, scale, n_first, BLOCK)
+        _scale_one(second, scale, n_second, BLOCK)
 
 
 # Enough to fill a GPU. One for each block would be 64 000 for a large dW: 30 µs, only to find that the factor is 1.
 MOST_PROGRAMS = 1024
 
 
-def scale_in_place(data: torch.Tensor, factor: torch.Tensor) -> None:
-    """data *= factor, a scalar on the device, read there. Where it is 1, data is not touched. data is contiguous."""
-    with torch.cuda.device(data.device):
-        block = 8192
-        programs = min(triton.cdiv(data.numel(), block), MOST_PROGRAMS)
-        _scale_in_place[(programs,)](data, factor, data.numel(), BLOCK=block, num_warps=8)
+def scale_in_place(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Each *= factor, a scalar on the device, read there; two of them a launch. Where it is 1, nothing is touched. They
+    are contiguous."""
+    block, wide = 8192, tl.float64 if torch.float64 in [t.dtype for t in tensors] else tl.float32
+    for first, second in zip(tensors[::2], [*tensors[1::2], None], strict=False):
+        sizes = first.numel(), 0 if second is None else second.numel()
+        programs = min(triton.cdiv(max(sizes), block), MOST_PROGRAMS)
+        with torch.cuda.device(first.device):
+            _scale_in_place[(programs,)](
+                first, first if second is None else second, factor, *sizes, WIDE=wide, BLOCK=block, num_warps=8
+            )
+
+
+@triton.jit
+def _sum_parts(parts, out, stride, n, count, alpha, beta, HAS_BETA: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in range(count):
+        total += tl.load(parts + part * stride + at, mask=at < n, other=0.0)
+    total *= alpha
+    if HAS_BETA:
+        total += beta * tl.load(out + at, mask=at < n, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < n)
+
+
+def sum_parts(parts: torch.Tensor, out: torch.Tensor, alpha: float, beta: float) -> None:
+    """out = alpha·Σ_k parts[k] + beta·out, rounded once. parts (count, …): float32; both contiguous."""
+    n, block = out.numel(), 1024
+    with torch.cuda.device(out.device):
+        _sum_parts[(triton.cdiv(n, block),)](
+            parts,
+            out,
+            parts.stride(0),
+            n,
+            parts.shape[0],
+            float(alpha),
+            float(beta),
+            HAS_BETA=bool(beta),
+            BLOCK=block,
+            num_warps=4,
+        )
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import torch
 from quack.cute_dsl_utils import get_device_capacity
 
 from liger_cutedsl.call import Problem
+from liger_cutedsl.cross_entropy import Plain
 from liger_cutedsl.engines.architectures import Architecture, GemmTile, to_compile_for
 from liger_cutedsl.engines.cute_kernels import backward_kernel, exp_kernel, forward_kernel
 from liger_cutedsl.engines.cute_ops import OnlineArgmax
@@ -21,7 +22,7 @@ from liger_cutedsl.objective import RowCoefficients
 from liger_cutedsl.options import LogitOptions
 from liger_cutedsl.row_statistics import RowStatistics
 from liger_cutedsl.tiling import TILE_QUANTUM, Tile, WaveModel
-from liger_cutedsl.triton_folds import fold_exp, fold_lse, fold_moments
+from liger_cutedsl.triton_folds import fold_exp, fold_lse, fold_moments, fold_plain
 from liger_cutedsl.triton_kernels import SUMMED_ROWS, dz_of_exp
 
 use_private_cache()
@@ -63,7 +64,9 @@ class CuteEngine:
         moments = dict(zip(flags.moments, arguments["moments"].chunk(count, dim=1), strict=True))
         return self._folded(arguments, moments=lambda: fold_moments(moments, 0))
 
-    def exp_chunk(self, problem: Problem, out: torch.Tensor) -> tuple[RowStatistics, torch.Tensor]:
+    def exp_chunk(
+        self, problem: Problem, out: torch.Tensor, fold: bool = True
+    ) -> tuple[RowStatistics, torch.Tensor, torch.Tensor]:
         flags, headroom = EpilogueFlags.of(problem), exp_headroom(problem.x.dtype)
         arguments, tile, ragged = self._row_arguments(exp_kind(problem.options), flags, problem)
         sums, maxima = _partials(problem, tile), _partials(problem, tile)
@@ -74,15 +77,23 @@ class CuteEngine:
         elif flags.argmax:
             arguments["is_max"] = torch.empty_like(sums)
         self._run(exp_kernel(flags, ragged, headroom), problem.x, problem.weight, out, arguments, tile)
+        if not fold:
+            return RowStatistics(target_logit=arguments["target_logit"]), maxima, sums
         maxima, _ = capped(flags, maxima, arguments)
         if "is_max" in arguments:
             largest, first_tile = maxima.max(dim=1, keepdim=True)
             column = arguments["is_max"].gather(1, first_tile)  # NO_COLUMN if NaN
             arguments["best"] = (largest[:, 0], column[:, 0].long())
         if not flags.moments:
-            return self._folded(arguments, lambda: fold_exp(maxima, sums, headroom)), maxima
+            return self._folded(arguments, lambda: fold_exp(maxima, sums, headroom)), maxima, sums
         moments = {"maximum": maxima} | {name: arguments[name] for name in flags.moments[1:]}
-        return self._folded(arguments, moments=lambda: fold_moments(moments, headroom)), maxima
+        return self._folded(arguments, moments=lambda: fold_moments(moments, headroom)), maxima, sums
+
+    def fold_plain(
+        self, problem: Problem, stats: RowStatistics, maxima: torch.Tensor, sums: torch.Tensor, plain: Plain
+    ) -> None:
+        if self._launch:
+            fold_plain(maxima, sums, exp_headroom(problem.x.dtype), stats.target_logit, problem.target, plain)
 
     def scale_chunk(
         self,

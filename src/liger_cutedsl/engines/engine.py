@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from liger_cutedsl.call import Problem
+from liger_cutedsl.cross_entropy import Plain
 from liger_cutedsl.objective import RowCoefficients
 from liger_cutedsl.row_statistics import RowStatistics
 from liger_cutedsl.tiling import Tile
@@ -35,12 +36,22 @@ class Engine(Protocol):
         columns."""
         ...
 
-    def exp_chunk(self, problem: Problem, out: torch.Tensor) -> tuple[RowStatistics, torch.Tensor]:
+    def exp_chunk(
+        self, problem: Problem, out: torch.Tensor, fold: bool = True
+    ) -> tuple[RowStatistics, torch.Tensor, torch.Tensor]:
         """Writes exponentials relative to their tile's maximum, exp(z − m)·dz/du·2^headroom (epilogues.py), into
         out (N, V), of dtype dz_dtype, whose rows start at multiples of 16 bytes. Tiles are exp_tile columns wide.
 
-        Returns the statistics and the maxima m (N, tiles), in the compute dtype. Not for options.needs_slope_apart.
+        Returns the statistics, the maxima m (N, tiles) and the tiles' sums Σ_v exp(z_v − m)·2^headroom (N, tiles), in
+        the compute dtype. Not for options.needs_slope_apart.  fold: False leaves lse to fold_plain.
         """
+        ...
+
+    def fold_plain(
+        self, problem: Problem, stats: RowStatistics, maxima: torch.Tensor, sums: torch.Tensor, plain: Plain
+    ) -> None:
+        """What exp_chunk(fold=False) left, to the rows of a cross entropy without options: writes plain.rows (4, N),
+        which are lse, a, fix and the loss, in the compute dtype (cross_entropy.Plain)."""
         ...
 
     def scale_chunk(

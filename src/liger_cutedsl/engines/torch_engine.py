@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from liger_cutedsl.call import Problem
+from liger_cutedsl.cross_entropy import Plain
 from liger_cutedsl.epilogues import (
     LOWEST_MAXIMUM,
     EpilogueFlags,
@@ -48,10 +49,12 @@ class TorchEngine:
             fold.add(epilogue(acc, **_broadcast_operands(flags.forward_operands, problem, tile)), tile)
         return fold.result()
 
-    def exp_chunk(self, problem: Problem, out: torch.Tensor) -> tuple[RowStatistics, torch.Tensor]:
+    def exp_chunk(
+        self, problem: Problem, out: torch.Tensor, fold: bool = True
+    ) -> tuple[RowStatistics, torch.Tensor, torch.Tensor]:
         flags, headroom = EpilogueFlags.of(problem), exp_headroom(out.dtype)
         epilogue, prepass = exp_epilogue(flags, headroom), exp_prepass(flags)
-        x, fold, maxima = self.gemm_operand(problem.x), _RowFold(problem), []
+        x, rows, maxima, tile_sums = self.gemm_operand(problem.x), _RowFold(problem), [], []
         for tile in vocabulary_tiles(problem.vocab, self.exp_tile(problem)):
             acc = self._accumulator(x, problem, tile)
             values = _broadcast_operands(flags.forward_operands, problem, tile)
@@ -60,16 +63,22 @@ class TorchEngine:
             maxima.append(capped(flags, tile_max, values)[0])
             outputs = epilogue(acc, **values, tile_max=tile_max[:, None])
             out[:, tile.columns] = outputs["D"]
-            sums = outputs["sum_exp"].sum(dim=1) * 2.0**-headroom
-            outputs["lse"] = (sums.log() + maxima[-1])[:, None]
+            tile_sums.append(outputs["sum_exp"].sum(dim=1))
+            outputs["lse"] = (tile_sums[-1].mul(2.0**-headroom).log() + maxima[-1])[:, None]
             if flags.moments:
                 scales = {"sum_exp": headroom, "sum_exp_z": headroom, "sum_exp_sq": 2 * headroom}
                 sums = {name: outputs[name].sum(dim=1) * 2.0 ** -scales[name] for name in flags.moments[1:]}
-                fold.add_moments({"maximum": maxima[-1], **sums})
+                rows.add_moments({"maximum": maxima[-1], **sums})
             if "is_max" in outputs:  # the maxima are exactly m again
                 outputs["argmax"] = outputs.pop("is_max") + maxima[-1][:, None]
-            fold.add(outputs, tile)
-        return fold.result(), torch.stack(maxima, dim=1)
+            rows.add(outputs, tile)
+        return rows.result(), torch.stack(maxima, dim=1), torch.stack(tile_sums, dim=1)
+
+    def fold_plain(
+        self, problem: Problem, stats: RowStatistics, maxima: torch.Tensor, sums: torch.Tensor, plain: Plain
+    ) -> None:
+        """exp_chunk folds in any case here."""
+        plain.write(stats, problem.target)
 
     def scale_chunk(
         self,

@@ -26,7 +26,7 @@ class FromExponentials:
 
     def __init__(self, engine, part: Problem, dz: torch.Tensor):
         self.engine, self.part, self.dz = engine, part, dz
-        self.stats, self.maxima = engine.exp_chunk(part, out=dz)
+        self.stats, self.maxima, _ = engine.exp_chunk(part, out=dz)
 
     def finish(self, lse: torch.Tensor, coefficients: RowCoefficients, column_sums: bool) -> torch.Tensor | None:
         """Writes dz; Σ_i dz (V,) where asked for."""

@@ -55,9 +55,8 @@ class KeptGradients:
         gradients = rows.spread_gradients(self.gradients.each(copied, self.wanted))
         if not kept:
             self.gradients = None
-            for name in ("x", "weight", "bias"):
-                if getattr(in_place, name):
-                    scale_in_place(getattr(gradients, name), factor)
+            names = [name for name in ("weight", "x", "bias") if getattr(in_place, name)]
+            scale_in_place([getattr(gradients, name) for name in names], factor)
         return gradients
 
 

@@ -144,7 +144,7 @@ def _statistics(
         part = problem if tile.width == problem.vocab else problem.of_columns(tile.columns)
         part = part.for_kernels(route.dtype)
         if tile.start < route.kept:
-            stats, m = engine.exp_chunk(part, out=e[:, tile.columns])
+            stats, m, _ = engine.exp_chunk(part, out=e[:, tile.columns])
             maxima.append(m)
         else:
             stats = _row_statistics(engine, part, route)

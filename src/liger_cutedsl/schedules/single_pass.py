@@ -25,14 +25,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from liger_cutedsl import objectives
 from liger_cutedsl.call import Gradients, Problem, WantedGradients
 from liger_cutedsl.cross_entropy import LossOutput
 from liger_cutedsl.gemm import matmul
 from liger_cutedsl.objective import RowWeights, dz_unit, row_weights
 from liger_cutedsl.route import DEFAULT_CHUNK, DEFAULT_SPLIT_CHUNK, Route
-from liger_cutedsl.row_statistics import combined
-from liger_cutedsl.schedules import chunk_dz, footprint, overlapped
+from liger_cutedsl.schedules import footprint, overlapped
+from liger_cutedsl.schedules.chunk_rows import rows_of
 from liger_cutedsl.schedules.exponentials import exponentials_buffer
 from liger_cutedsl.schedules.kept import AddedInForward, KeptGradients
 from liger_cutedsl.schedules.recompute import state_of
@@ -168,37 +167,29 @@ def forward(engine, task: Task, route: Route) -> tuple[LossOutput, KeptGradients
     sink = _GradientSink(engine, sums.allocate(problem), problem.tokens, added_to)
     problem = problem.for_kernels(route.dtype)
     dz_dtype = engine.dz_dtype(problem.x.dtype)
-    objective = objectives.of(problem.options)
     weigh = functools.cache(functools.partial(_Weighing.of, problem, dz_dtype, task.expected_upstream))
+    rows = rows_of(engine, problem, weigh)
     buffer = exponentials_buffer(problem, min(route.chunk, problem.tokens), dz_dtype)
-    pieces = []
     for chunk in slices(problem.tokens, route.chunk):
         part = problem.of(chunk)
         dz = buffer[: part.tokens]
-
-        def coefficients(stats, part=part, chunk=chunk):
-            weighing = weigh()
-            rows = weighing.rows.of(chunk)
-            pieces.append(objectives.evaluated(stats, rows, part))
-            return objective.coefficients(pieces[-1], rows, part, weighing.upstream, weighing.dz_scale)
-
-        column_sums = _dz_of_chunk(engine, part, dz, coefficients, wanted.bias is not None)
+        column_sums = rows.dz_of(chunk, part, dz, wanted.bias is not None)
         sink.add(dz, column_sums, part, chunk, weigh())
     del buffer, dz
-    stats = combined(pieces, torch.cat) if len(pieces) > 1 else pieces[0]
     kept = KeptGradients.of(sink.take(), wanted, weigh().expected)
     if problem.weight_grad_buffer is not None:
-        kept = AddedInForward(kept, state_of(stats, weigh().rows), problem.weight_grad_buffer)
-    return objective.results(stats, weigh().rows, problem), kept
+        kept = AddedInForward(kept, state_of(rows.statistics(), weigh().rows), problem.weight_grad_buffer)
+    return rows.results(), kept
 
 
 @dataclass(frozen=True)
 class _Weighing:
-    """What is made of exponentials, known behind the first GEMM: the rows' weights; upstream, of 1, on the device;
-    dz_scale, what dz is stored times, and alpha, what takes it off again; the upstream gradient that is expected."""
+    """What is made of exponentials, known behind the first GEMM: the rows' weights; dz_scale, what dz is stored times,
+    and alpha, what takes it off again; the upstream gradient that is expected."""
 
     rows: RowWeights
-    upstream: LossOutput
+    vectors: torch.dtype
+    device: torch.device
     dz_scale: float
     alpha: float
     expected: float
@@ -207,20 +198,18 @@ class _Weighing:
     def of(cls, problem: Problem, dz_dtype: torch.dtype, expected_upstream, rows: RowWeights | None = None):
         """rows: those of a split vocabulary; None for one process."""
         scale = dz_unit(problem, dz_dtype) * (FP16_DZ if dz_dtype == torch.float16 else 1.0)
-        upstream = LossOutput(torch.ones((), dtype=problem.compute_dtype, device=problem.device))
         expected = 1.0 if expected_upstream is None else expected_upstream(problem)
         rows = row_weights(problem) if rows is None else rows
-        return cls(rows, upstream, scale, problem.options.scale / scale, expected)
+        return cls(rows, problem.compute_dtype, problem.device, scale, problem.options.scale / scale, expected)
+
+    @functools.cached_property
+    def upstream(self) -> LossOutput:
+        """Of 1, on the device."""
+        return LossOutput(torch.ones((), dtype=self.vectors, device=self.device))
 
 
 def backward(engine, task: Task, route: Route, state, upstream: torch.Tensor) -> Gradients:
     raise NotImplementedError("single_pass keeps gradients, and no state of its own")
-
-
-def _dz_of_chunk(engine, part: Problem, dz: torch.Tensor, coefficients, column_sums: bool) -> torch.Tensor | None:
-    """Writes dz (n, V) of some rows, from the coefficients of their statistics; Σ_i dz (V,) where asked for."""
-    waiting = chunk_dz.begun(engine, part, dz)
-    return waiting.finish(waiting.stats.lse, coefficients(waiting.stats), column_sums)
 
 
 class _GradientSink:
