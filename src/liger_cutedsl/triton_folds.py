@@ -61,7 +61,8 @@ def _expm1(x):
     return tl.where(tl.abs(x) < 0.5, series, tl.exp(x) - 1.0)
 
 
-@triton.jit
+# Not compiled again for another number of rows.
+@triton.jit(do_not_specialize=["stride", "ignore_index"])
 def _fold_plain(
     tile_max,
     sums,

@@ -78,7 +78,7 @@ def _scale_one(data, scale, n, BLOCK: tl.constexpr):
         tl.store(data + at, (value.to(scale.dtype) * scale).to(data.dtype.element_ty), mask=at < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_first", "n_second"])
 def _scale_in_place(first, second, factor, n_first, n_second, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     scale = tl.load(factor)
     if scale != 1.0:
@@ -104,7 +104,7 @@ def scale_in_place(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride", "n", "count"])
 def _sum_parts(parts, out, stride, n, count, alpha, beta, HAS_BETA: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)

@@ -49,7 +49,9 @@ class PlainRows:
 
     def __init__(self, engine, problem: Problem, weigh):
         self.engine, self.ignore_index, self.weigh = engine, problem.options.ignore_index, weigh
-        self.rows = torch.empty(4, problem.tokens, dtype=problem.compute_dtype, device=problem.device)
+        padded = -(-problem.tokens // 4) * 4  # each vector at a multiple of 16 bytes, as compiled kernels expect it
+        rows = torch.empty(4, padded, dtype=problem.compute_dtype, device=problem.device)
+        self.rows = rows[:, : problem.tokens]
 
     def dz_of(self, chunk: slice, part: Problem, dz: torch.Tensor, column_sums: bool) -> torch.Tensor | None:
         """Writes dz (n, V) of some rows; Σ_i dz (V,) where asked for."""
