@@ -48,13 +48,16 @@ PLACES = [
     # recompute in tiles as narrow as they get, or with all exponentials kept
     pytest.param(Place("torch", "cpu", DTYPES, "recompute", 0.05), id="torch-cpu-recompute"),
     pytest.param(Place("torch", "cpu", DTYPES, "recompute"), id="torch-cpu-kept"),
-    pytest.param(Place("torch", "cpu", DTYPES, "recompute", 0.04, in_blocks=True), id="torch-cpu-blocks"),
+    # but for float16, whose subnormal numbers have no bits to be rounded eight times
+    pytest.param(Place("torch", "cpu", DTYPES[:3], "recompute", 0.04, in_blocks=True), id="torch-cpu-blocks"),
     pytest.param(Place("torch", "cuda", DTYPES), id="torch-cuda", marks=pytest.mark.gpu),
     pytest.param(Place("cute", "cuda", CUTE_DTYPES), id="cute", marks=pytest.mark.gpu),
     pytest.param(Place("cute", "cuda", CUTE_DTYPES, "recompute", 0.05), id="cute-recompute", marks=pytest.mark.gpu),
     pytest.param(Place("cute", "cuda", CUTE_DTYPES, "recompute"), id="cute-kept", marks=pytest.mark.gpu),
     pytest.param(
-        Place("cute", "cuda", CUTE_DTYPES, "recompute", 0.04, in_blocks=True), id="cute-blocks", marks=pytest.mark.gpu
+        Place("cute", "cuda", CUTE_DTYPES[:1], "recompute", 0.04, in_blocks=True),
+        id="cute-blocks",
+        marks=pytest.mark.gpu,
     ),
 ]
 EXECUTED = os.environ.get("PTX_DTYPE")  # a process of test_ptx.py: the CuTe engine on CPU tensors, its kernels executed

@@ -74,8 +74,13 @@ def _stored_bytes(engine, problem: Problem, rows: int) -> int:
 
 
 def exponentials_bytes(engine, problem: Problem, wanted: WantedGradients, rows: int) -> int:
+    return engine.chunk_bytes(problem, rows) + _widened_bytes(engine, problem, wanted)
+
+
+def _widened_bytes(engine, problem: Problem, wanted: WantedGradients) -> int:
+    """What the products with all of W, or for all of dW, take where the engine widens them."""
     widens = wanted.x is not None or (wanted.weight is not None and wanted.weight.itemsize == 2)
-    return engine.chunk_bytes(problem, rows) + (engine.operand_bytes(problem) if widens else 0)
+    return engine.operand_bytes(problem) if widens else 0
 
 
 def _scratch(engine, problem: Problem, wanted: WantedGradients, rows: int, columns: int, through: int = 0) -> int:
@@ -166,7 +171,8 @@ def _recompute_backward(engine, task: Task, width: int, kept: int, exponentials:
         scratch = _scratch(engine, problem, wanted, part.tokens, kept)
         column_sums = engine.column_sums_bytes(part, kept) if wanted.bias is not None else 0
         stored = _stored_bytes(engine, problem, problem.tokens) if exponentials else 0
-        yield sums + max(exponentials, stored + max(scratch, column_sums))
+        widened = exponentials or _widened_bytes(engine, problem, wanted) * kept // problem.vocab
+        yield sums + max(widened, stored + max(scratch, column_sums))
     if kept < problem.vocab:
         through = 4 if engine.dz_dtype(problem.gemm_dtype) == torch.float16 else 0  # which column_bytes counts, too
         dz = engine.column_bytes(part) * (width + SPARE_COLUMNS) - through * problem.hidden * width

@@ -64,14 +64,7 @@ class GradientSink:
         """weight: the tile's rows as they are multiplied, where they are there."""
         grads = self.gradients
         if self.wanted.x is not None:
-            weight = self.part.weight[tile.columns].to(self.part.x.dtype) if weight is None else weight
-            weight = self.engine.gemm_operand(weight)
-            dx = self._begin_dx() if tile.start == 0 else self._dx
-            matmul(dz, weight, out=dx, beta=float(tile.start > 0), alpha=self.alpha)
-            if tile.stop == self.part.vocab:
-                if self.selected_dz is not None:
-                    selected.add_dx(self.engine, self.part, self.selected_dz[self.rows], dx, self.alpha)
-                self._dx_is_complete()
+            self._add_to_dx(dz, tile, weight)
         if grads.weight is not None:
             self._write(grads.weight[tile.columns], dz, beta=float(self.rows.start > 0))
         if self.buffer is not None:
@@ -95,6 +88,15 @@ class GradientSink:
                 self.buffer.selected_added()
         # dW is what is wanted, or was added to the caller's buffer
         return grads.each(lambda gradient, dtype: gradient.to(dtype), self.wanted)
+
+    def _add_to_dx(self, dz: torch.Tensor, tile: Tile, weight: torch.Tensor | None) -> None:
+        weight = self.part.weight[tile.columns].to(self.part.x.dtype) if weight is None else weight
+        dx = self._begin_dx() if tile.start == 0 else self._dx
+        matmul(dz, self.engine.gemm_operand(weight), out=dx, beta=float(tile.start > 0), alpha=self.alpha)
+        if tile.stop == self.part.vocab:
+            if self.selected_dz is not None:
+                selected.add_dx(self.engine, self.part, self.selected_dz[self.rows], dx, self.alpha)
+            self._dx_is_complete()
 
     def _begin_dx(self) -> torch.Tensor:
         """Where the block's dX is summed: in its rows of dX itself, where these are as wide."""
