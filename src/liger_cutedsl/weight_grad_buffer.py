@@ -25,6 +25,9 @@ class BufferOutline:
     name: str
     not_in_forward: str | None
 
+    def outline(self) -> BufferOutline:
+        return self
+
 
 class WeightGradBuffer:
     """tensor (V, H), shaped as weight, of float32 or weight's dtype: dW is added to it, and weight gets no gradient.

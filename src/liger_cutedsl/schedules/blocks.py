@@ -19,13 +19,15 @@ def row_block(engine, task: Task, budget: int) -> int:
     """Rows of a block; 0 for all rows at once.
 
     The fewest blocks of equal size, in multiples of TILE_QUANTUM, whose sum of dX fits the budget (bytes) beside a wide
-    tile's dz; MOST_BLOCKS where none are enough. One where dX is not wanted, or dW is to be summed wider than it is.
+    tile's dz; MOST_BLOCKS where none are enough. One where dX is not wanted, or options.accum_dtype wants dW summed wider
+    than it is.
 
     Ranks of a split vocabulary sum dX over them block by block, so theirs follow from what all of them know: the
     default budget, and not what one of them was given.
     """
     problem, wanted, shared = task.local, task.wanted, task.split.sums_dx
-    if wanted.x is None or _sums_wider(problem, task.returned):
+    accum = problem.options.accum_dtype
+    if wanted.x is None or (accum is not None and accum.itemsize > problem.weight.dtype.itemsize):
         return 0
     budget = int(DEFAULT_WORKSPACE_MB * 2**20) if shared else budget
     most = min(MOST_BLOCKS, max(1, problem.tokens // SMALLEST_BLOCK))
@@ -54,12 +56,6 @@ def _most_room(block: Problem, wanted: WantedGradients, budget: int, in_blocks: 
 
 def _of_a_wide_tile(engine, block: Problem) -> int:
     return engine.column_bytes(block) * min(engine.wide_tile, block.vocab)
-
-
-def _sums_wider(problem: Problem, returned: WantedGradients) -> bool:
-    """Whether dW is made here, and options.accum_dtype is wider than it: then it is rounded once."""
-    accum = problem.options.accum_dtype
-    return returned.weight is not None and accum is not None and accum.itemsize > returned.weight.itemsize
 
 
 def first_of(problem: Problem, rows: int) -> Problem:

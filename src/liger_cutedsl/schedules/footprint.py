@@ -133,7 +133,7 @@ def single_pass_bytes(engine, task: Task, sums: WantedGradients, chunk: int, hel
 def recompute_bytes(engine, task: Task, width: int, kept: int, rows: int = 0, block: int = 0) -> int:
     """kept: columns whose exponentials wait for backward; V of them in memory of their own, fewer in dW's. rows: how
     many a forward alone takes at a time, 0 for all.  block: how many rows forward and backward do, 0 for all; only the
-    first block has kept columns."""
+    first block has kept columns, where these are not all."""
     problem, copies = task.local, copied_bytes(task, CAST_COLUMNS)
     if not task.wanted:
         return copies + engine.forward_bytes(problem.of(slice(0, rows)) if rows else problem, width, 0)

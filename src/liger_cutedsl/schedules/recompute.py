@@ -84,14 +84,16 @@ def plan(engine, task: Task, reason: str) -> Route:
     if problem.vocab == 0:  # a shard of nothing but padding
         block = row_block(engine, task, budget)
         return Route(engine.name, NAME, problem.gemm_dtype, reason, tile_width=TILE_QUANTUM, row_block=block)
-    kept, block = kept_columns(engine, problem, wanted, budget), 0
-    if kept < problem.vocab and (block := row_block(engine, task, budget)):
-        kept = kept_columns(engine, first_of(problem, block), wanted, 0)  # in dW's memory alone
+    kept = kept_columns(engine, problem, wanted, budget)
+    # ranks have as many blocks whatever they keep
+    block = row_block(engine, task, budget) if kept < problem.vocab or task.split.sums_dx else 0
     part = first_of(problem, block)
+    if block and kept < problem.vocab:
+        kept = kept_columns(engine, part, wanted, 0)  # in dW's memory alone
     tiled = 0 if block or kept == problem.vocab else kept  # all are kept: tiles are for a second backward
     room, column = room_for_dz(engine, part, wanted, budget, block > 0), engine.column_bytes(part)
     width = engine.tile_width(part, fitting_width(problem.vocab - tiled, column, room), tiled)
-    saved = kept * part.tokens / (problem.vocab * max(problem.tokens, 1))
+    saved = 1 if kept == problem.vocab else kept * part.tokens / (problem.vocab * max(problem.tokens, 1))
     rows = 0 if wanted else _forward_rows(engine, problem, width)
     return Route(
         engine.name,
@@ -143,26 +145,29 @@ def _statistics(
     """Row statistics, and what backward will not have to recompute."""
     if problem.vocab == 0:
         return RowStatistics.of_no_columns(problem), None
-    first, *others = (problem.of(rows) for rows in blocks(problem.tokens, route.row_block))
+    of_blocks, found, maxima = blocks(problem.tokens, route.row_block), [], []
     e, weight_gradient, e_dtype = None, None, engine.dz_dtype(problem.x.dtype)
     if route.kept == problem.vocab:
         e = exponentials_buffer(problem, problem.tokens, e_dtype)
     elif route.kept:
         weight_gradient = replace(wanted, x=None, bias=None).allocate(problem).weight
-        e = end_of(weight_gradient, first.tokens, route.kept, e_dtype)
-    stats, maxima = _statistics_and_maxima(engine, first, route, e)
-    if others:
-        found = [stats, *(_statistics_and_maxima(engine, part, route, None)[0] for part in others)]
-        stats = combined(found, torch.cat)
+        e = end_of(weight_gradient, of_blocks[0].stop, route.kept, e_dtype)
+    for rows in of_blocks:
+        kept_here = None if e is None or rows.start >= len(e) else e[rows]
+        stats, m = _statistics_and_maxima(engine, problem.of(rows), route, kept_here)
+        found.append(stats)
+        maxima += [] if m is None else [m]
+    stats = found[0] if len(found) == 1 else combined(found, torch.cat)
     if e is None:
         return stats, None
+    maxima = maxima[0] if len(maxima) == 1 else torch.cat(maxima)
     return stats, KeptExponentials(e, maxima, weight_gradient, Waiting.of(e, weight_gradient))
 
 
 def _statistics_and_maxima(
     engine, problem: Problem, route: Route, e: torch.Tensor | None
 ) -> tuple[RowStatistics, torch.Tensor | None]:
-    """Of a block. e (N, kept): takes the exponentials of the first columns, whose tiles' maxima are returned."""
+    """Of a block. e (rows, kept): takes the exponentials of the first columns, whose tiles' maxima are returned."""
     kept, pieces, maxima = 0 if e is None else e.shape[1], [], []
     for tile in (*_parts(problem, 0, kept), *_parts(problem, kept, problem.vocab)):
         part = problem if tile.width == problem.vocab else problem.of_columns(tile.columns)
@@ -217,10 +222,10 @@ def backward(engine, task: Task, route: Route, state: RecomputeState, upstream: 
     try:
         for rows in blocks(problem.tokens, block):
             sink.begin(rows, problem.of(rows))
-            first = 0
-            if kept is not None:
-                first, kept = _add_kept(engine, sink, kept, state.stats.lse[rows], coefficients.of(rows)), None
-            _add_tiles(engine, sink, first, route, state.stats.lse[rows], coefficients.of(rows))
+            of_rows, first = (state.stats.lse[rows], coefficients.of(rows)), 0
+            if kept is not None and rows.start < len(kept.e):
+                first = _add_kept(engine, sink, kept.e[rows], kept.maxima[rows], *of_rows)
+            _add_tiles(engine, sink, first, route, *of_rows)
         return sink.finish()
     except KernelFailure as failure:
         rest = task.problem.of(slice(sink.summed, None))
@@ -235,11 +240,11 @@ def _is_one_product(problem: Problem, task: Task, kept: KeptExponentials | None)
     return kept.e.shape[1] == problem.vocab and len([*_parts(problem, 0, problem.vocab)]) == 1
 
 
-def _add_kept(engine, sink: GradientSink, kept: KeptExponentials, lse: torch.Tensor, coefficients) -> int:
-    """dz of the kept columns, whose number it returns, from their exponentials in place."""
-    problem, dz, first = sink.part, kept.e, kept.e.shape[1]
+def _add_kept(engine, sink: GradientSink, dz: torch.Tensor, maxima: torch.Tensor, lse, coefficients) -> int:
+    """dz of the kept columns, whose number it returns, where their exponentials lie."""
+    problem, first = sink.part, dz.shape[1]
     part = problem if first == problem.vocab else problem.of_columns(slice(0, first))
-    sums = engine.scale_chunk(part, dz, kept.maxima, lse, coefficients, sink.wanted.bias is not None)
+    sums = engine.scale_chunk(part, dz, maxima, lse, coefficients, sink.wanted.bias is not None)
     for tile in _parts(problem, 0, first):
         sink.add(dz[:, tile.columns], tile, None if sums is None else sums[tile.columns])
     return first
