@@ -205,7 +205,7 @@ def test_bytes_are_as_promised(monkeypatch, situation, dtype, wanted):
     testing.reset()
     options = dict(SITUATIONS[situation])
     share = options.pop("share", 0.0)
-    case = Case(1801, 128, 8192, dtype=dtype, **options)
+    case = Case(1801, 128, 8192, dtype=dtype, ignored=0.0, **options)
     mb = 10 if share else 16
     call = dict(schedule="recompute", workspace_mb=mb)
     x, weight, target, *_ = case.tensors()

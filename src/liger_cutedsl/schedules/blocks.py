@@ -19,8 +19,8 @@ def row_block(engine, task: Task, budget: int) -> int:
     """Rows of a block; 0 for all rows at once.
 
     The fewest blocks of equal size, in multiples of TILE_QUANTUM, whose sum of dX fits the budget (bytes) beside a wide
-    tile's dz; MOST_BLOCKS where none are enough. One where dX is not wanted, or options.accum_dtype wants dW summed wider
-    than it is.
+    tile's dz; MOST_BLOCKS where none are enough. One where dX is not wanted, or options.accum_dtype wants dW summed
+    wider than it is.
 
     Ranks of a split vocabulary sum dX over them block by block, so theirs follow from what all of them know: the
     default budget, and not what one of them was given.
