@@ -9,17 +9,19 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import liger_cutedsl
-from liger_cutedsl import LossOptions, fused_linear_cross_entropy, fused_linear_log_probs, testing
+from liger_cutedsl import LossOptions, fused_linear_cross_entropy, fused_linear_log_probs, routing, testing
 from liger_cutedsl.call import TENSORS, Problem, WantedGradients
+from liger_cutedsl.engines import KernelFailure
 from liger_cutedsl.engines.torch_engine import TorchEngine
 from liger_cutedsl.route import Settings
 from liger_cutedsl.saved_state import put_together
-from liger_cutedsl.schedules import blocks, recompute
+from liger_cutedsl.schedules import blocks, gradient_sink, recompute
 from liger_cutedsl.schedules.schedule import Task
 from liger_cutedsl.split import PlannedShare
 from reference import GRADIENT_BOUND, Case, assert_close, check_case, on_a_gpu, reference
 from test_footprint import check as check_footprint
 from test_vocab_parallel import launch
+from test_weight_grad_buffer import failing_at
 
 MIB = 2**20
 LLAMA = (4096, 128256)  # H, V of Llama 3 8B's head
@@ -230,6 +232,35 @@ def test_log_probabilities_of_selected_columns(small_blocks):
     want = torch.autograd.grad(log_p.gather(1, target[:, None]).sum() + (log_p[:, ids] * scale).sum(), (x, weight))
     for name, one, other in zip(("dx", "dW"), got, want, strict=True):
         assert_close(one, other, 1e-9, name)
+
+
+@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError, KernelFailure])
+def test_a_buffer_of_a_backward_that_failed_gets_the_rest(small_blocks, monkeypatch, error):
+    """In any block: the second attempt counts by the blocks of the first, though it would take others."""
+    x, weight, target, bias, _ = Case(tokens=100, vocab=700, bias=True, ignored=0.0).tensors()
+    _, (dx, dw, db) = reference(x, weight, target, bias, None, LossOptions())
+    owner, name = (gradient_sink, "matmul") if error is not KernelFailure else (TorchEngine, "dz_tile")
+    before = torch.linspace(-1, 1, dw.numel(), dtype=torch.float64).view_as(dw)
+    for nth in range(1, 100, 3):
+        testing.reset()
+        buffer = before.clone()
+        x.grad = bias.grad = None
+        loss = fused_linear_cross_entropy(x, weight, target, bias=bias, weight_grad_buffer=buffer, **SMALL)
+        with monkeypatch.context() as planted:
+            planted.setattr(owner, name, failing_at(nth, getattr(owner, name), error))
+            planted.setattr(blocks, "SMALLEST_BLOCK", 50)
+            routing._plans.clear()
+            try:
+                loss.backward()
+            except torch.cuda.OutOfMemoryError:
+                loss.backward()
+            else:
+                if testing.kernel_failure() is None:
+                    break
+        assert_close(buffer - before, dw, 1e-9, f"dW, {nth}")
+        assert_close(x.grad, dx, 1e-9, "dx")
+        assert_close(bias.grad, db, 1e-9, "db")
+    assert nth > 10
 
 
 @pytest.mark.slow
