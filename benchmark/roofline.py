@@ -61,11 +61,16 @@ def predict(schedule: str, shape: Shape, gpu: Gpu) -> tuple[float, float]:
         workspace = row * chunk
     elif schedule == "recompute":
         kept = v if n * row <= BUDGET else v * h / (n + h)
-        width = min(12672, max(3072, (BUDGET - 4 * n * h) // (2 * n)), v)
-        gemms -= kept / v
-        # the scaling pass over what is kept; dX's fp32 sum, read and written once a tile
-        moved += 4 * n * kept + 8 * n * h * -(-(v - kept) // width)
-        workspace = n * row if kept == v else 4 * n * h + 2 * n * width - 2 * n * h
+        blocks = 1
+        while blocks < 8 and kept < v and 2 * (n / blocks) * (8192 + (h if blocks == 1 else 2 * h)) > BUDGET:
+            blocks += 1
+        rows = n / blocks
+        kept = kept if kept == v else v * h / (rows + h)
+        width = min(12672, max(3072, (BUDGET - 4 * rows * h) // (2 * rows)), v)
+        gemms -= kept / v / blocks
+        # the scaling pass over what is kept; dX's fp32 sum, read and written once a tile; dW, once a block more
+        moved += 4 * rows * kept + 8 * n * h * -(-(v - kept / blocks) // width) + 4 * v * h * (blocks - 1)
+        workspace = n * row if kept == v else 4 * rows * h + 2 * rows * width - 2 * n * h * (blocks == 1)
     elif schedule == "floor":
         moved, workspace = 0, 2 * min(4096, n) * v
     if schedule == "forward":

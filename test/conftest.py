@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import liger_cutedsl
-from liger_cutedsl import gemm
+from liger_cutedsl import gemm, testing
 from liger_cutedsl.engines import architectures
+from liger_cutedsl.schedules import blocks
 
 sys.path.insert(0, str(Path(__file__).parent))  # reference.py, for the tests
 
@@ -23,13 +24,17 @@ if not {"site-packages", "dist-packages"} & set(Path(liger_cutedsl.__file__).par
 
 @dataclass(frozen=True)
 class Place:
-    """An engine on a device; schedule "auto" is single_pass wherever its gradients are possible."""
+    """An engine on a device; schedule "auto" is single_pass wherever its gradients are possible.
+
+    in_blocks: of recompute: whether it goes through every batch in blocks of few rows.
+    """
 
     engine: str
     device: str
     dtypes: tuple[torch.dtype, ...]
     schedule: str = "auto"
     workspace_mb: float | None = None
+    in_blocks: bool = False
 
     @property
     def call(self) -> dict:
@@ -43,10 +48,17 @@ PLACES = [
     # recompute in tiles as narrow as they get, or with all exponentials kept
     pytest.param(Place("torch", "cpu", DTYPES, "recompute", 0.05), id="torch-cpu-recompute"),
     pytest.param(Place("torch", "cpu", DTYPES, "recompute"), id="torch-cpu-kept"),
+    # but for float16, whose subnormal numbers have no bits to be rounded eight times
+    pytest.param(Place("torch", "cpu", DTYPES[:3], "recompute", 0.04, in_blocks=True), id="torch-cpu-blocks"),
     pytest.param(Place("torch", "cuda", DTYPES), id="torch-cuda", marks=pytest.mark.gpu),
     pytest.param(Place("cute", "cuda", CUTE_DTYPES), id="cute", marks=pytest.mark.gpu),
     pytest.param(Place("cute", "cuda", CUTE_DTYPES, "recompute", 0.05), id="cute-recompute", marks=pytest.mark.gpu),
     pytest.param(Place("cute", "cuda", CUTE_DTYPES, "recompute"), id="cute-kept", marks=pytest.mark.gpu),
+    pytest.param(
+        Place("cute", "cuda", CUTE_DTYPES[:1], "recompute", 0.04, in_blocks=True),
+        id="cute-blocks",
+        marks=pytest.mark.gpu,
+    ),
 ]
 EXECUTED = os.environ.get("PTX_DTYPE")  # a process of test_ptx.py: the CuTe engine on CPU tensors, its kernels executed
 if EXECUTED:
@@ -70,8 +82,20 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """recompute goes through a batch in blocks of 16 rows, or up to eight, where a budget is as small as it gets."""
+    monkeypatch.setattr(blocks, "SMALLEST_BLOCK", 16)
+    monkeypatch.setattr(blocks, "TILE_QUANTUM", 16)
+    testing.reset()  # plans are remembered
+    yield
+    testing.reset()
+
+
 @pytest.fixture(params=PLACES)
 def place(request) -> Place:
+    if request.param.in_blocks:
+        request.getfixturevalue("small_blocks")
     return request.param
 
 

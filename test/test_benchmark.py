@@ -54,6 +54,7 @@ def test_a_gpu_run_without_a_gpu_says_so(monkeypatch, capsys):
     "module,variables,says",
     [
         ("experiments", {}, "needs an NVIDIA GPU"),
+        ("blocks", {}, "needs an NVIDIA GPU"),
         ("vocab_parallel", {}, "torchrun --nproc-per-node 2 -m benchmark.vocab_parallel"),
         (
             "vocab_parallel",

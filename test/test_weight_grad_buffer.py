@@ -18,7 +18,7 @@ from liger_cutedsl import (
 from liger_cutedsl.engines import KernelFailure
 from liger_cutedsl.engines.torch_engine import TorchEngine
 from liger_cutedsl.rows import Rows
-from liger_cutedsl.schedules import recompute, single_pass
+from liger_cutedsl.schedules import gradient_sink, single_pass
 from ranks import run_ranks
 from reference import EVERY_OPTION, GRADIENT_BOUND, Case, assert_close, reference
 from test_autograd import Recorder, peak_bytes
@@ -182,7 +182,7 @@ def failing_at(nth, function, error):
 
 
 @pytest.mark.parametrize("schedule", ["recompute", "kept", "single_pass"])
-@pytest.mark.parametrize("owner, name", [(recompute, "matmul"), (Rows, "spread"), (torch.Tensor, "to")])
+@pytest.mark.parametrize("owner, name", [(gradient_sink, "matmul"), (Rows, "spread"), (torch.Tensor, "to")])
 def test_a_backward_that_failed_adds_nothing_twice(monkeypatch, schedule, owner, name):
     """Out of memory in any product, or after the last: the second try adds what the first did not."""
     x, weight, target, bias, _ = Case(dtype=torch.float32, bias=True, vocab=700).tensors()
@@ -217,7 +217,7 @@ def test_what_a_failed_backward_left_is_not_taken_for_another_ones(monkeypatch, 
     call = dict(SCHEDULES[schedule], weight_grad_buffer=buffer, workspace_mb=0.05)
     loss = fused_linear_cross_entropy(x, weight, target, **call)
     with monkeypatch.context() as planted, pytest.raises(torch.cuda.OutOfMemoryError):
-        planted.setattr(recompute, "matmul", failing_at(5, recompute.matmul, torch.cuda.OutOfMemoryError))
+        planted.setattr(gradient_sink, "matmul", failing_at(5, gradient_sink.matmul, torch.cuda.OutOfMemoryError))
         with pytest.warns(RuntimeWarning, match="the same backward, called again, adds the rest"):
             loss.backward(torch.tensor(2.0, dtype=torch.float64))
     with pytest.raises(RuntimeError, match="weight_grad_buffer holds a part of the gradient of a backward that failed"):

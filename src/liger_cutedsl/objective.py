@@ -111,6 +111,10 @@ class RowCoefficients:
     h: torch.Tensor | None = None
     selected: torch.Tensor | None = None
 
+    def of(self, rows: slice) -> RowCoefficients:
+        """The same for a slice of the rows."""
+        return RowCoefficients(*(None if v is None else v[rows] for v in vars(self).values()))
+
     def times(self, factor) -> RowCoefficients:
         """Each of them times a number, or a () tensor."""
         return RowCoefficients(*(None if v is None else v * factor for v in vars(self).values()))

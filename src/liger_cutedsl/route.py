@@ -28,7 +28,8 @@ class Route:
     schedule: "recompute" or "single_pass"; "liger" is what the triton engine brings along.
     dtype: what x and weight are multiplied in.
     tile_width: columns of a vocabulary tile of recompute.  kept: columns whose exponentials it keeps until backward
-        instead of recomputing them.
+        instead of recomputing them.  row_block: tokens of a block, of which it takes one after another; 0 for all at
+        once. Only the first one's exponentials are kept.
     chunk: tokens of a chunk of single_pass, or of a forward alone that takes some at a time; 0 for all at once.
     buffers: how many chunks single_pass holds at a time.  chunk_limit: of a split vocabulary, the tokens of a chunk for
         which all its ranks have room.  dw_sum: what single_pass sums dW in, if it does.
@@ -45,6 +46,7 @@ class Route:
     reason: str
     tile_width: int = 0
     kept: int = 0
+    row_block: int = 0
     chunk: int = 0
     buffers: int = 1
     chunk_limit: int = 0
@@ -60,6 +62,7 @@ class Route:
         if self.schedule == "recompute":
             parts.append(f"tiles of {self.tile_width} columns")
             parts += [f"{self.kept} kept"] if self.kept else []
+            parts += [f"blocks of {self.row_block} tokens"] if self.row_block else []
             parts += [f"{self.chunk} tokens at a time"] if self.chunk else []
         if self.schedule == "single_pass":
             parts.append(f"chunks of {self.chunk} tokens{', two at a time' if self.buffers == 2 else ''}")

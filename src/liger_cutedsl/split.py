@@ -32,7 +32,7 @@ from liger_cutedsl.route import Settings
 from liger_cutedsl.row_statistics import RowStatistics, over_parts
 from liger_cutedsl.rows import TargetCheck
 from liger_cutedsl.shards import REFUSED, ChangedAlone, VocabShard
-from liger_cutedsl.tiling import TILE_QUANTUM
+from liger_cutedsl.tiling import TILE_QUANTUM, slices
 
 
 class Split(Protocol):
@@ -57,8 +57,10 @@ class Split(Protocol):
     def failed(self, failure: KernelFailure, problem: Problem) -> None:
         """In place of combine, so that the other ranks do not wait for it. Raises where they go on without this one."""
 
-    def failed_in_backward(self, failure: KernelFailure, problem: Problem, wanted: WantedGradients) -> None:
-        """The same in place of add_dx."""
+    def failed_in_backward(
+        self, failure: KernelFailure, problem: Problem, wanted: WantedGradients, block: int = 0
+    ) -> None:
+        """The same in place of add_dx, of the problem's rows: so many at a time, or all at once for 0."""
 
     def refused(self, problem: Problem) -> None:
         """The same for a call that cannot run as it was asked for, before anything of it ran: the others refuse it."""
@@ -93,7 +95,9 @@ class WholeVocabulary:
     def failed(self, failure: KernelFailure, problem: Problem) -> None:
         pass
 
-    def failed_in_backward(self, failure: KernelFailure, problem: Problem, wanted: WantedGradients) -> None:
+    def failed_in_backward(
+        self, failure: KernelFailure, problem: Problem, wanted: WantedGradients, block: int = 0
+    ) -> None:
         pass
 
     def refused(self, problem: Problem) -> None:
@@ -253,9 +257,11 @@ class SplitVocabulary:
         nothing = torch.full((count, problem.tokens), torch.nan, dtype=problem.compute_dtype, device=problem.device)
         return self.shard.begin(nothing, nothing.new_zeros(()), chunk_limit, failed, at_once=True)
 
-    def failed_in_backward(self, failure: KernelFailure, problem: Problem, wanted: WantedGradients) -> None:
-        if wanted.x is not None:
-            self.add_dx(torch.full_like(problem.x, torch.nan, dtype=problem.compute_dtype)).wait()
+    def failed_in_backward(
+        self, failure: KernelFailure, problem: Problem, wanted: WantedGradients, block: int = 0
+    ) -> None:
+        for rows in slices(problem.tokens, block or max(problem.tokens, 1)) if wanted.x is not None else ():
+            self.add_dx(torch.full_like(problem.x[rows], torch.nan, dtype=problem.compute_dtype)).wait()
         raise RuntimeError(f"{_ALONE}: {failure}") from failure
 
     def add_dx(self, dx: torch.Tensor):

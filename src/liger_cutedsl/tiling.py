@@ -20,6 +20,10 @@ SPARE_COLUMNS = ROW_MULTIPLE
 # Of a weight in another dtype than it is multiplied in, so many columns are cast at once: a multiple of every tile.
 CAST_COLUMNS = 16128
 
+# Of recompute's tiles on a GPU: at this many columns its passes over dX's sum cost 2 to 3% of the products, at half as
+# many twice that.
+WIDE_TILE = 8192
+
 # single_pass reads and writes dW once a chunk, under a long product: that costs about as much as this many tokens.
 DW_PASS_TOKENS = 130
 

@@ -25,6 +25,9 @@ class BufferOutline:
     name: str
     not_in_forward: str | None
 
+    def outline(self) -> BufferOutline:
+        return self
+
 
 class WeightGradBuffer:
     """tensor (V, H), shaped as weight, of float32 or weight's dtype: dW is added to it, and weight gets no gradient.
@@ -104,8 +107,16 @@ class WeightGradBuffer:
             )
         self._upstream = upstream
 
+    def row_block(self, planned: int) -> int:
+        """Tokens of a block of this backward, 0 for all: as planned, or as those of the attempt before this one, by
+        which its progress is counted."""
+        if not self.holds_a_part:
+            self._row_block = planned
+        return self._row_block
+
     def rest(self, start: int, stop: int) -> slice:
-        """Which of rows [start, stop) have nothing of this backward yet."""
+        """Which of rows [start, stop) have nothing of this backward yet. Of a backward in blocks of tokens, these are
+        counted on: the second block's begin at V."""
         return slice(min(max(start, self._rows), stop), stop)
 
     def added(self, stop: int) -> None:
@@ -127,7 +138,7 @@ class WeightGradBuffer:
             self.parameter.grad_added_to_main_grad = True
 
     def _begin(self, upstream) -> None:
-        self._rows, self._selected, self._upstream = 0, False, upstream
+        self._rows, self._selected, self._upstream, self._row_block = 0, False, upstream, 0
 
     @property
     def holds_a_part(self) -> bool:

@@ -21,7 +21,7 @@ from liger_cutedsl.kernel_cache import use_private_cache
 from liger_cutedsl.objective import RowCoefficients
 from liger_cutedsl.options import LogitOptions
 from liger_cutedsl.row_statistics import RowStatistics
-from liger_cutedsl.tiling import TILE_QUANTUM, Tile, WaveModel
+from liger_cutedsl.tiling import WIDE_TILE, Tile, WaveModel
 from liger_cutedsl.triton_folds import fold_exp, fold_lse, fold_moments, fold_plain
 from liger_cutedsl.triton_kernels import SUMMED_ROWS, dz_of_exp
 
@@ -44,7 +44,7 @@ class CuteEngine:
     after_first_launch: called once, when the first GEMM is on its way: what the host waits for there costs no time.
     """
 
-    name = "cute"
+    name, wide_tile = "cute", WIDE_TILE
 
     def __init__(self, launch: bool = True, after_first_launch=None):
         self._launch = launch
@@ -127,7 +127,7 @@ class CuteEngine:
 
     def tile_width(self, problem: Problem, fitting: int, kept: int) -> int:
         """The width for which the GEMMs of the tiles fill the GPU best, among those that fit."""
-        narrowest = NARROWEST_TILE if fitting > TILE_QUANTUM else NARROWEST_WHERE_NONE_FITS
+        narrowest = NARROWEST_TILE if fitting >= NARROWEST_TILE else NARROWEST_WHERE_NONE_FITS
         widest = min(max(fitting, narrowest), WIDEST_TILE)
         return self._waves("backward", problem).best_width(problem.vocab - kept, problem.tokens, problem.hidden, widest)
 

@@ -24,10 +24,12 @@ class Engine(Protocol):
     the dtype they are multiplied in, bias and ce_weight in the compute dtype. Row vectors are (N,) in the compute
     dtype. A target outside [0, V), such as one of another part of the vocabulary, belongs to no column.
 
-    name: "torch" or "cute", as in Route.engine.
+    name: "torch" or "cute", as in Route.engine.  wide_tile: columns of a tile of recompute, from which on wider ones
+    gain little.
     """
 
     name: str
+    wide_tile: int
 
     # What it computes.
 

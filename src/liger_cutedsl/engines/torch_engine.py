@@ -36,7 +36,7 @@ class TorchEngine:
     dz_dtype: the dtype of dz between its GEMM and the gradient GEMMs; None for the compute dtype.
     """
 
-    name = "torch"
+    name, wide_tile = "torch", 1024
 
     def __init__(self, dz_dtype: torch.dtype | None = None):
         self._dz_dtype = dz_dtype

@@ -74,8 +74,13 @@ def _stored_bytes(engine, problem: Problem, rows: int) -> int:
 
 
 def exponentials_bytes(engine, problem: Problem, wanted: WantedGradients, rows: int) -> int:
+    return engine.chunk_bytes(problem, rows) + _widened_bytes(engine, problem, wanted)
+
+
+def _widened_bytes(engine, problem: Problem, wanted: WantedGradients) -> int:
+    """What the products with all of W, or for all of dW, take where the engine widens them."""
     widens = wanted.x is not None or (wanted.weight is not None and wanted.weight.itemsize == 2)
-    return engine.chunk_bytes(problem, rows) + (engine.operand_bytes(problem) if widens else 0)
+    return engine.operand_bytes(problem) if widens else 0
 
 
 def _scratch(engine, problem: Problem, wanted: WantedGradients, rows: int, columns: int, through: int = 0) -> int:
@@ -125,13 +130,15 @@ def single_pass_bytes(engine, task: Task, sums: WantedGradients, chunk: int, hel
     return max(forward, rounding, backward, 0)
 
 
-def recompute_bytes(engine, task: Task, width: int, kept: int, rows: int = 0) -> int:
+def recompute_bytes(engine, task: Task, width: int, kept: int, rows: int = 0, block: int = 0) -> int:
     """kept: columns whose exponentials wait for backward; V of them in memory of their own, fewer in dW's. rows: how
-    many a forward alone takes at a time, 0 for all."""
+    many a forward alone takes at a time, 0 for all.  block: how many rows forward and backward do, 0 for all; only the
+    first block has kept columns, where these are not all."""
     problem, copies = task.local, copied_bytes(task, CAST_COLUMNS)
     if not task.wanted:
         return copies + engine.forward_bytes(problem.of(slice(0, rows)) if rows else problem, width, 0)
-    forward = copies + engine.forward_bytes(problem, width, kept)
+    parts = _blocks(problem, block)
+    forward = copies + max(engine.forward_bytes(parts[0], width, n) for n in {kept, 0 if block else kept})
     returned = gradient_bytes(problem, task.returned, task.dropped)
     exponentials = 0
     if kept == problem.vocab:
@@ -139,26 +146,42 @@ def recompute_bytes(engine, task: Task, width: int, kept: int, rows: int = 0) ->
         forward = copies + exponentials
     elif kept:
         forward += gradient_bytes(problem, WantedGradients(weight=task.wanted.weight))
-    return max(forward - returned, *_recompute_backward(engine, task, width, kept, exponentials, returned), 0)
+    return max(forward - returned, *_recompute_backward(engine, task, width, kept, exponentials, parts), 0)
 
 
-def _recompute_backward(engine, task: Task, width: int, kept: int, exponentials: int, returned: int):
+def _blocks(problem: Problem, block: int) -> list[Problem]:
+    """The first block and, where it is another one, the last, whose products, being smaller, may take more."""
+    if not block:
+        return [problem]
+    last = problem.tokens % block or block
+    return [problem.outline().of(slice(0, n)) for n in (block, last)][: 1 + (last < block)]
+
+
+def _recompute_backward(engine, task: Task, width: int, kept: int, exponentials: int, parts: list[Problem]):
     """The phases of backward: kept columns, tiles, dX in its own dtype, dX in its rows' places."""
-    problem, wanted = task.local, task.wanted
+    problem, wanted, part = task.local, task.wanted, parts[0]
+    in_blocks = part is not problem
+    returned = gradient_bytes(problem, task.returned, task.dropped)
     one_product = kept == problem.vocab and not task.split.sums_dx
-    x_sum = wanted.x if one_product else wanted.x and problem.compute_dtype
+    x_sum = wanted.x if one_product or in_blocks else wanted.x and problem.compute_dtype
     sums = gradient_bytes(problem, replace(task.returned, x=x_sum)) - returned
+    if in_blocks:
+        sums += accumulator_bytes(part, wanted)
     if kept:
         cast = 0 if wanted.x is None else min(kept, CAST_COLUMNS)  # of W, which dX alone takes
-        scratch = _scratch(engine, problem, wanted, problem.tokens, kept)
-        column_sums = engine.column_sums_bytes(problem, kept) if wanted.bias is not None else 0
+        scratch = _scratch(engine, problem, wanted, part.tokens, kept)
+        column_sums = engine.column_sums_bytes(part, kept) if wanted.bias is not None else 0
         stored = _stored_bytes(engine, problem, problem.tokens) if exponentials else 0
-        yield copied_bytes(task, cast) + sums + max(exponentials, stored + max(scratch, column_sums))
+        widened = exponentials or _widened_bytes(engine, problem, wanted) * kept // problem.vocab
+        yield copied_bytes(task, cast) + sums + max(widened, stored + max(scratch, column_sums))
     if kept < problem.vocab:
         through = 4 if engine.dz_dtype(problem.gemm_dtype) == torch.float16 else 0  # which column_bytes counts, too
-        dz = engine.column_bytes(problem) * (width + SPARE_COLUMNS) - through * problem.hidden * width
-        for n in {min(width, problem.vocab - kept), (problem.vocab - kept) % width or width}:
-            yield copied_bytes(task, n) + sums + dz + _scratch(engine, problem, wanted, problem.tokens, n, through)
+        dz = engine.column_bytes(part) * (width + SPARE_COLUMNS) - through * problem.hidden * width
+        firsts = {kept, 0} if in_blocks else {kept}
+        widths = {n for first in firsts for n in (min(width, problem.vocab - first), (problem.vocab - first) % width)}
+        shapes = [(block.tokens, n) for block in parts for n in widths if n]
+        for rows, n in shapes:
+            yield copied_bytes(task, n) + sums + dz + _scratch(engine, problem, wanted, rows, n, through)
     if wanted.x is not None:
         dx = problem.tokens * problem.hidden * wanted.x.itemsize
         yield copied_bytes(task, 0) + sums + dx * (x_sum != wanted.x)

@@ -17,6 +17,10 @@ dW's memory, which is taken in forward already: they lie behind the rows of dW t
 backward begins with these, before any other row of dW is written. That saves H/(N + H) of the fourth GEMM and costs
 no memory.
 
+Where dX's sum of all rows leaves no room for wide tiles, both go by blocks of rows (blocks.py), each of which is as
+above, though only the first keeps exponentials: dW's memory, whose share of its vocabulary is the larger for that, is
+written by then. dX of a block is finished before the next begins; dW is added to, in one rounding a block.
+
 Where dW is added to a buffer of the caller's, backward adds each tile's to its rows, once: weight_grad_buffer.py.
 """
 
@@ -28,16 +32,17 @@ from typing import NamedTuple
 
 import torch
 
-from liger_cutedsl import gemm, objectives
+from liger_cutedsl import objectives
 from liger_cutedsl.call import Gradients, Problem, WantedGradients
 from liger_cutedsl.compat import graph_is_kept
 from liger_cutedsl.engines import KernelFailure
-from liger_cutedsl.gemm import matmul
 from liger_cutedsl.objective import RowWeights, dz_unit, scaled_for_fp16
 from liger_cutedsl.route import Route
 from liger_cutedsl.row_statistics import RowStatistics, combined, over_parts
 from liger_cutedsl.schedules import footprint, selected
+from liger_cutedsl.schedules.blocks import blocks, first_of, room_for_dz, row_block
 from liger_cutedsl.schedules.exponentials import KeptExponentials, Waiting, end_of, exponentials_buffer, kept_columns
+from liger_cutedsl.schedules.gradient_sink import GradientSink
 from liger_cutedsl.schedules.schedule import Task, gemms
 from liger_cutedsl.tiling import (
     CAST_COLUMNS,
@@ -75,14 +80,20 @@ def obstacle(engine, task: Task) -> None:
 
 def plan(engine, task: Task, reason: str) -> Route:
     problem, wanted, copies = task.local, task.wanted, footprint.copied_bytes(task, CAST_COLUMNS)
-    if problem.vocab == 0:  # a shard of nothing but padding
-        return Route(engine.name, NAME, problem.gemm_dtype, reason, tile_width=TILE_QUANTUM)
     budget = footprint.budget(engine, task)
+    if problem.vocab == 0:  # a shard of nothing but padding
+        block = row_block(engine, task, budget)
+        return Route(engine.name, NAME, problem.gemm_dtype, reason, tile_width=TILE_QUANTUM, row_block=block)
     kept = kept_columns(engine, problem, wanted, budget)
-    tiled = 0 if kept == problem.vocab else kept  # all are kept: tiles are for a second backward
-    fixed, column = footprint.accumulator_bytes(problem, wanted), engine.column_bytes(problem)
-    width = engine.tile_width(problem, fitting_width(problem.vocab - tiled, column, budget - fixed), tiled)
-    count = gemms(4 - kept / problem.vocab, wanted) if wanted else 1
+    # ranks have as many blocks whatever they keep
+    block = row_block(engine, task, budget) if kept < problem.vocab or task.split.sums_dx else 0
+    part = first_of(problem, block)
+    if block and kept < problem.vocab:
+        kept = kept_columns(engine, part, wanted, 0)  # in dW's memory alone
+    tiled = 0 if block or kept == problem.vocab else kept  # all are kept: tiles are for a second backward
+    room, column = room_for_dz(engine, part, wanted, budget, block > 0), engine.column_bytes(part)
+    width = engine.tile_width(part, fitting_width(problem.vocab - tiled, column, room), tiled)
+    saved = 1 if kept == problem.vocab else kept * part.tokens / (problem.vocab * max(problem.tokens, 1))
     rows = 0 if wanted else _forward_rows(engine, problem, width)
     return Route(
         engine.name,
@@ -91,9 +102,10 @@ def plan(engine, task: Task, reason: str) -> Route:
         reason,
         tile_width=width,
         kept=kept,
+        row_block=block,
         chunk=rows,
-        gemms=count,
-        workspace_bytes=footprint.recompute_bytes(engine, task, width, kept, rows),
+        gemms=gemms(4 - saved, wanted) if wanted else 1,
+        workspace_bytes=footprint.recompute_bytes(engine, task, width, kept, rows, block),
         copied_bytes=copies,
     )
 
@@ -133,17 +145,34 @@ def _statistics(
     """Row statistics, and what backward will not have to recompute."""
     if problem.vocab == 0:
         return RowStatistics.of_no_columns(problem), None
+    of_blocks, found, maxima = blocks(problem.tokens, route.row_block), [], []
     e, weight_gradient, e_dtype = None, None, engine.dz_dtype(problem.x.dtype)
     if route.kept == problem.vocab:
         e = exponentials_buffer(problem, problem.tokens, e_dtype)
     elif route.kept:
         weight_gradient = replace(wanted, x=None, bias=None).allocate(problem).weight
-        e = end_of(weight_gradient, problem.tokens, route.kept, e_dtype)
-    pieces, maxima = [], []
-    for tile in (*_parts(problem, 0, route.kept), *_parts(problem, route.kept, problem.vocab)):
+        e = end_of(weight_gradient, of_blocks[0].stop, route.kept, e_dtype)
+    for rows in of_blocks:
+        kept_here = None if e is None or rows.start >= len(e) else e[rows]
+        stats, m = _statistics_and_maxima(engine, problem.of(rows), route, kept_here)
+        found.append(stats)
+        maxima += [] if m is None else [m]
+    stats = found[0] if len(found) == 1 else combined(found, torch.cat)
+    if e is None:
+        return stats, None
+    maxima = maxima[0] if len(maxima) == 1 else torch.cat(maxima)
+    return stats, KeptExponentials(e, maxima, weight_gradient, Waiting.of(e, weight_gradient))
+
+
+def _statistics_and_maxima(
+    engine, problem: Problem, route: Route, e: torch.Tensor | None
+) -> tuple[RowStatistics, torch.Tensor | None]:
+    """Of a block. e (rows, kept): takes the exponentials of the first columns, whose tiles' maxima are returned."""
+    kept, pieces, maxima = 0 if e is None else e.shape[1], [], []
+    for tile in (*_parts(problem, 0, kept), *_parts(problem, kept, problem.vocab)):
         part = problem if tile.width == problem.vocab else problem.of_columns(tile.columns)
         part = part.for_kernels(route.dtype)
-        if tile.start < route.kept:
+        if tile.start < kept:
             stats, m, _ = engine.exp_chunk(part, out=e[:, tile.columns])
             maxima.append(m)
         else:
@@ -152,8 +181,7 @@ def _statistics(
     stats = pieces[0] if len(pieces) == 1 else over_parts(combined(pieces, torch.stack))
     if not maxima:
         return stats, None
-    maxima = maxima[0] if len(maxima) == 1 else torch.cat(maxima, dim=1)
-    return stats, KeptExponentials(e, maxima, weight_gradient, Waiting.of(e, weight_gradient))
+    return stats, maxima[0] if len(maxima) == 1 else torch.cat(maxima, dim=1)
 
 
 def _row_statistics(engine, problem: Problem, route: Route) -> RowStatistics:
@@ -171,123 +199,70 @@ def _parts(problem: Problem, start: int, stop: int) -> Iterator[Tile]:
 
 
 def backward(engine, task: Task, route: Route, state: RecomputeState, upstream: NamedTuple) -> Gradients:
-    try:
-        return _gradients(engine, task, route, state, upstream)
-    except KernelFailure as failure:
-        task.split.failed_in_backward(failure, task.problem, task.wanted)
-        raise
-
-
-def _gradients(engine, task: Task, route: Route, state: RecomputeState, upstream: NamedTuple) -> Gradients:
-    problem, tile_width = task.local.for_kernels(route.dtype, but=("weight",)), route.tile_width
-    dz_dtype, unscale = engine.dz_dtype(problem.x.dtype), None
+    problem, unscale = task.local.for_kernels(route.dtype, but=("weight",)), None
+    dz_dtype = engine.dz_dtype(problem.x.dtype)
     unit = dz_unit(problem, dz_dtype)
     coefficients = objectives.of(problem.options).coefficients(state.stats, state.rows, problem, upstream, unit)
     if dz_dtype == torch.float16:
         coefficients, unscale = scaled_for_fp16(coefficients, problem)
-    kept, first = state.take_kept(), 0
-    sink = _GradientSink(engine, problem, task, problem.options.scale / unit, unscale, kept, coefficients.selected)
-    if kept is not None:
-        dz, first = kept.e, kept.e.shape[1]
-        part = problem if first == problem.vocab else problem.of_columns(slice(0, first))
-        sums = engine.scale_chunk(part, dz, kept.maxima, state.stats.lse, coefficients, task.wanted.bias is not None)
-        for tile in _parts(problem, 0, first):
-            sink.add(dz[:, tile.columns], tile, None if sums is None else sums[tile.columns])
-        if first == problem.vocab:
-            return sink.finish()
-        del kept
-    buffer = torch.empty(problem.tokens, tile_width + SPARE_COLUMNS, dtype=dz_dtype, device=problem.device)
-    fix, target = coefficients.fix.to(dz_dtype)[:, None], problem.target - first
+    buffer, kept, block = problem.weight_grad_buffer, state.take_kept(), route.row_block
+    if buffer is not None:
+        block = buffer.row_block(block)
+    sink = GradientSink(
+        engine,
+        problem,
+        task,
+        alpha=problem.options.scale / unit,
+        unscale=unscale,
+        selected_dz=coefficients.selected,
+        lent=None if kept is None else kept.weight_gradient,
+        one_product=_is_one_product(problem, task, kept),
+        in_blocks=block > 0,
+    )
+    try:
+        for rows in blocks(problem.tokens, block):
+            sink.begin(rows, problem.of(rows))
+            of_rows, first = (state.stats.lse[rows], coefficients.of(rows)), 0
+            if kept is not None and rows.start < len(kept.e):
+                first = _add_kept(engine, sink, kept.e[rows], kept.maxima[rows], *of_rows)
+            _add_tiles(engine, sink, first, route, *of_rows)
+        return sink.finish()
+    except KernelFailure as failure:
+        rest = task.problem.of(slice(sink.summed, None))
+        task.split.failed_in_backward(failure, rest, task.wanted, block)
+        raise
+
+
+def _is_one_product(problem: Problem, task: Task, kept: KeptExponentials | None) -> bool:
+    """Whether nothing but one product of kept exponentials makes dX: not where it is summed over ranks."""
+    if kept is None or task.split.sums_dx or problem.selected_token_ids is not None:
+        return False
+    return kept.e.shape[1] == problem.vocab and len([*_parts(problem, 0, problem.vocab)]) == 1
+
+
+def _add_kept(engine, sink: GradientSink, dz: torch.Tensor, maxima: torch.Tensor, lse, coefficients) -> int:
+    """dz of the kept columns, whose number it returns, where their exponentials lie."""
+    problem, first = sink.part, dz.shape[1]
+    part = problem if first == problem.vocab else problem.of_columns(slice(0, first))
+    sums = engine.scale_chunk(part, dz, maxima, lse, coefficients, sink.wanted.bias is not None)
+    for tile in _parts(problem, 0, first):
+        sink.add(dz[:, tile.columns], tile, None if sums is None else sums[tile.columns])
+    return first
+
+
+def _add_tiles(engine, sink: GradientSink, first: int, route: Route, lse: torch.Tensor, coefficients) -> None:
+    """dz of the columns from `first` on, recomputed."""
+    problem, tile_width = sink.part, route.tile_width
+    if first == problem.vocab:
+        return
+    dtype = engine.dz_dtype(problem.x.dtype)
+    buffer = torch.empty(problem.tokens, tile_width + SPARE_COLUMNS, dtype=dtype, device=problem.device)
+    fix, target = coefficients.fix.to(dtype)[:, None], problem.target - first
     owner, column = target // tile_width, (target % tile_width).long()
     for index, tile in enumerate(vocabulary_tiles(problem.vocab, tile_width, first)):
         dz = buffer[:, : tile.width]
         part = None  # before another is cast
         part = problem.columns_for_kernels(tile.columns, route.dtype)
-        engine.dz_tile(part, state.stats.lse, coefficients, Tile(0, tile.width), out=dz)
+        engine.dz_tile(part, lse, coefficients, Tile(0, tile.width), out=dz)
         buffer.scatter_(1, column.masked_fill(owner != index, tile_width)[:, None], fix)
         sink.add(dz, tile, weight=part.weight)
-    del buffer  # before dX takes memory a second time, in its own dtype
-    dz = part = None
-    return sink.finish()
-
-
-class _GradientSink:
-    """Turns tiles of dz into dX, dW and db: times alpha, and times unscale, a scalar tensor, where there is one.
-
-    buffer: of the caller's, to which dW is added; its gradient is None then.
-    """
-
-    def __init__(self, engine, problem: Problem, task: Task, alpha: float, unscale, kept, selected_dz):
-        self.engine, self.problem, self.split, self.wanted = engine, problem, task.split, task.wanted
-        self.alpha, self.unscale, self.pending, self.selected_dz = alpha, unscale, None, selected_dz
-        self.x = engine.gemm_operand(problem.x) if task.wanted.weight is not None else None
-        self.buffer = problem.weight_grad_buffer if task.wanted.weight is not None else None
-        alone = kept is not None and kept.e.shape[1] == problem.vocab and len([*_parts(problem, 0, problem.vocab)]) == 1
-        one_product = alone and not task.split.sums_dx and selected_dz is None
-        # dX is summed in the compute dtype; its own dtype comes last
-        sums = task.returned if one_product else replace(task.returned, x=task.wanted.x and problem.compute_dtype)
-        lent = None if kept is None else kept.weight_gradient
-        self.gradients = (sums if lent is None else replace(sums, weight=None)).allocate(problem)
-        if lent is not None:
-            self.gradients = replace(self.gradients, weight=lent)
-        if problem.vocab == 0 and self.gradients.x is not None:
-            self.gradients.x.zero_()
-            self._dx_is_complete()
-
-    def add(self, dz: torch.Tensor, tile: Tile, column_sums: torch.Tensor | None = None, weight=None) -> None:
-        """weight: the tile's rows as they are multiplied, where they are there."""
-        grads = self.gradients
-        if grads.x is not None:
-            weight = self.problem.weight[tile.columns].to(self.problem.x.dtype) if weight is None else weight
-            weight = self.engine.gemm_operand(weight)
-            matmul(dz, weight, out=grads.x, beta=float(tile.start > 0), alpha=self.alpha)
-            if tile.stop == self.problem.vocab:
-                if self.selected_dz is not None:
-                    selected.add_dx(self.engine, self.problem, self.selected_dz, grads.x, self.alpha)
-                self._dx_is_complete()
-        if grads.weight is not None:
-            self._write(grads.weight[tile.columns], dz)
-        if self.buffer is not None:
-            self._add_to_buffer(dz, tile)
-        if grads.bias is not None:
-            if column_sums is None:
-                column_sums = gemm.column_sums(dz, self.problem.compute_dtype)
-            sums = column_sums if self.unscale is None else column_sums * self.unscale
-            torch.mul(sums, self.alpha, out=grads.bias[tile.columns])
-
-    def _dx_is_complete(self) -> None:
-        """Other ranks' shares are added under the products that follow."""
-        if self.unscale is not None:
-            self.gradients.x.mul_(self.unscale)
-        self.pending = self.split.add_dx(self.gradients.x)
-
-    def finish(self) -> Gradients:
-        if self.pending is not None:
-            self.pending.wait()
-        grads = self.gradients
-        if self.selected_dz is not None:
-            self._add_selected(grads)
-            if self.buffer is not None and self.buffer.lacks_selected:
-                self._add_selected(Gradients(weight=self.buffer.tensor))
-                self.buffer.selected_added()
-        return grads if grads.x is None else replace(grads, x=grads.x.to(self.wanted.x))
-
-    def _add_selected(self, gradients: Gradients) -> None:
-        factor = self.alpha if self.unscale is None else self.alpha * self.unscale
-        selected.add_dw(self.engine, self.problem, self.selected_dz, gradients, factor)
-
-    def _add_to_buffer(self, dz: torch.Tensor, tile: Tile) -> None:
-        """What an attempt before this one has not added."""
-        rows = self.buffer.rest(*tile)
-        if rows.start < rows.stop:
-            self._write(self.buffer.tensor[rows], dz[:, rows.start - tile.start :], beta=1.0)
-        self.buffer.added(tile.stop)
-
-    def _write(self, out: torch.Tensor, dz: torch.Tensor, beta: float = 0.0) -> None:
-        """out = beta·out + dzᵀ·x: directly, or through fp32 where the scale of fp16 has to come off first."""
-        if self.unscale is None:
-            matmul(dz.t(), self.x, out=out, beta=beta, alpha=self.alpha)
-            return
-        wide = torch.empty_like(out, dtype=torch.float32)
-        matmul(dz.t(), self.x, out=wide, alpha=self.alpha).mul_(self.unscale)
-        out.add_(wide) if beta else out.copy_(wide)
