@@ -166,7 +166,7 @@ def test_bytes_are_those_that_an_h200_counted(h200, name):
     dropped, copies = 4096 - tokens, (tokens * 1024 * dtype.itemsize) * (tokens < 4096)
     task = Task(problem, WantedGradients.of(problem), Settings(), dropped=dropped, beside=copies)
     if name.startswith("single_pass"):
-        found = footprint.single_pass_bytes(h200, task, single_pass.sum_dtypes(problem, task.wanted), plan)
+        found = footprint.single_pass_bytes(h200, task, dw_sum.sum_dtypes(problem, task.wanted), plan)
     else:
         found = footprint.recompute_bytes(h200, task, *plan)
     assert abs(found / MIB - counted) <= max(0.03 * counted, 8), found / MIB

@@ -36,12 +36,23 @@ def at_least(v, least: float):
     return cute.arch.fmax(v, least)
 
 
-def at_most_one(v):
-    """The smaller of v and 1; 1 where v is NaN."""
+def at_most(v, most: float):
+    """The smaller of v and a number; the number where v is NaN."""
     if hasattr(v, "fmin"):  # torch.Tensor
-        return v.fmin(v.new_ones(()))
+        return v.fmin(v.new_full((), most))
     from cutlass import cute
 
     if isinstance(v, tuple):
-        return type(v)(at_most_one(v[0]), at_most_one(v[1]))
-    return cute.arch.fmin(v, 1.0)
+        return type(v)(at_most(v[0], most), at_most(v[1], most))
+    return cute.arch.fmin(v, most)
+
+
+def rounded_to_bfloat16(v):
+    """The nearest number of bfloat16, in float32."""
+    if hasattr(v, "bfloat16"):  # torch.Tensor
+        return v.bfloat16().float()
+    from cutlass import BFloat16, Float32
+
+    if isinstance(v, tuple):
+        return type(v)(rounded_to_bfloat16(v[0]), rounded_to_bfloat16(v[1]))
+    return v.to(BFloat16).to(Float32)
