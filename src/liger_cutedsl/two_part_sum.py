@@ -52,7 +52,7 @@ class TwoPartSum:
         """The sum = alpha · product + beta · the sum; product: (V, H) float32."""
         found = sum_epilogue()(product, c=self.high.float(), low=self.low.float(), alpha=alpha, beta=beta)
         self.high.copy_(found["D"])
-        self.low.copy_(found["next_low"])
+        self.low.copy_(found["next_low"].round())
 
 
 def low_bytes(rows: int, columns: int) -> int:
@@ -60,17 +60,17 @@ def low_bytes(rows: int, columns: int) -> int:
 
 
 def _value(high, low):
-    return high * ((low - MIDDLE) * STEP + 1.0)
+    return high * (low * STEP + (1.0 - MIDDLE * STEP))
 
 
 @functools.cache
 def sum_epilogue():
-    """D, high's next value, and next_low, which loses its fraction where it is stored; c is high."""
+    """D, high's next value, and next_low, which is rounded to the nearest where it is stored; c is high."""
 
     def two_part_sum(acc, **operands):
         total = acc * operands["alpha"] + _value(operands["c"], operands["low"]) * operands["beta"]
         high = rounded_to_bfloat16(total)
         steps = (total - high) * reciprocal(high) * (1.0 / STEP)  # NaN of zero, which has none to lose
-        return {"D": high, "next_low": at_most(at_least(steps + (MIDDLE + 0.5), 0.0), 255.0)}
+        return {"D": high, "next_low": at_most(at_least(steps + MIDDLE, 0.0), 255.0)}
 
     return with_operands(two_part_sum, ("c", "low", "alpha", "beta"))
