@@ -1,9 +1,9 @@
 """What dW's sum costs and how far it is off: 16 bits, float32, and 16 bits with 8 bits more (two_part_sum.py).
 
-python -m benchmark.dw_sum [products | calls]        tables; needs a GPU
+python -m benchmark.dw_sum [products] [errors] [calls]        tables; needs a GPU
 
-    check       the kernel against float64, at small sizes and with each tile
-    products    dW += dzᵀ·x of one chunk of 2048 tokens at the reference head, by cuBLAS and by the kernel
+    products    dW += dzᵀ·x of one chunk of 2048 tokens at the reference head, by cuBLAS and by the kernel with tiles of
+                several shapes, each checked against float64 at small sizes before
     errors      of dW at N=65536, V=8192, H=512 against float64, 32 chunks
     calls       forward + backward at N=65536 and the reference head, with dW's error in 96 of its rows
 """
@@ -35,8 +35,8 @@ LONG = Shape(65536, VOCAB, HIDDEN)
 SAMPLED_ROWS = 96
 TILES = (
     GemmTile(128, 192, 2, 1, pingpong=True),
-    GemmTile(128, 192, 1, 2, pingpong=True),
-    GemmTile(128, 208, 2, 1, pingpong=True),
+    GemmTile(192, 128, 2, 1, pingpong=True),
+    GemmTile(128, 160, 2, 1, pingpong=True),
     GemmTile(128, 128, 2, 1, pingpong=True),
     GemmTile(128, 256, 2, 1),
     GemmTile(256, 128, 2, 1),
@@ -78,7 +78,8 @@ def products(rounds: int = 7, calls: int = 6) -> None:
     x = torch.randn(CHUNK, HIDDEN, device="cuda").bfloat16()
     narrow, wide = (torch.zeros(VOCAB, HIDDEN, dtype=d, device="cuda") for d in (torch.bfloat16, torch.float32))
     total = TwoPartSum.zero(torch.empty_like(narrow))
-    ways = {f"cuBLAS, {n}": lambda out=out: matmul(dz.t(), x, out=out, beta=1.0) for n, out in _named(narrow, wide)}
+    of_cublas = {"cuBLAS, bf16": narrow, "cuBLAS, fp32": wide}
+    ways = {n: lambda out=out: matmul(dz.t(), x, out=out, beta=1.0) for n, out in of_cublas.items()}
     for tile in TILES:
         try:
             share = check(tile)
@@ -99,10 +100,6 @@ def products(rounds: int = 7, calls: int = 6) -> None:
     for name, found in times.items():
         ms = statistics.median(found)
         print(f"  {name:28} {ms:.3f} ({min(found):.3f} to {max(found):.3f})  {ms / best:.3f}", flush=True)
-
-
-def _named(narrow, wide):
-    return (("bf16", narrow), ("fp32", wide))
 
 
 def way_of(name: str) -> Implementation:
@@ -168,11 +165,12 @@ def calls(rounds: int = 3) -> None:
 def default_route() -> None:
     x, weight, target = (v.detach() for v in LONG.inputs("meta"))
     problem = Problem(x, weight, target, dense=True)
-    print(f"\nby default: {choose_route(problem, WantedGradients(x.dtype, weight.dtype), Settings())}")
+    print(f"N={LONG.tokens} by default: {choose_route(problem, WantedGradients(x.dtype, weight.dtype), Settings())}")
 
 
 def main() -> None:
     which = sys.argv[1:] or ["products", "errors", "calls"]
+    default_route()
     for name in which:
         {"products": products, "errors": errors, "calls": calls}[name]()
 
