@@ -14,8 +14,9 @@ ROWS = 64  # of one column of it, where that lies together
 
 
 def matrix_operand(cta, descriptor: int, rows: int, dtype: str, transposed: bool = False) -> np.ndarray:
-    """An operand (rows, 16) in float32, swizzled by 128 bytes. K-major: in rows of 128 bytes, eight a group. transposed,
-    which is MN-major: 128 bytes hold a column's 64 rows, eight columns a group, other rows at the leading stride."""
+    """An operand (rows, 16) in float32, swizzled by 128 bytes. K-major: in rows of 128 bytes, eight a group.
+    Transposed, or MN-major: 128 bytes hold 64 rows of a column, eight columns a group, more rows a leading stride on.
+    """
     start = (descriptor & 0x3FFF) << 4
     leading_stride, group_stride = ((descriptor >> bit & 0x3FFF) << 4 for bit in (16, 32))
     if descriptor >> 61 != SWIZZLE_128:

@@ -16,8 +16,8 @@ ITEM_SIZES = {0: 1, 6: 2, 10: 2}  # by the map's element type: uint8, float16, b
 
 @dataclass
 class TensorMap:
-    """A tiled two-dimensional map of 8-bit or 16-bit elements, decoded from its 128 bytes (which are undocumented: learnt from
-    maps whose contents were known; a wrong guess would show in every result).
+    """A tiled two-dimensional map of 8-bit or 16-bit elements, decoded from its 128 bytes (which are undocumented:
+    learnt from maps whose contents were known; a wrong guess would show in every result).
 
     shape, box: elements, the fastest dimension first.  stride: bytes between rows.
     swizzle: bits of a 16-byte unit's index that are mixed: 0, 1, 2, 3 for none, 32, 64, 128 bytes.

@@ -1,8 +1,8 @@
 """Tiles of bytes for an epilogue: numbers of 0 to 255 as floats, in and out. quack's own tiles of 8 bits take unsigned
 numbers for signed ones, in either direction.
 
-A byte in the lowest bits of the float 2²³ makes it 2²³ + the byte, and a float to which 2²³ is added is rounded to a whole
-number there: no conversion, of which a multiprocessor does a quarter as many as of additions.
+A byte in the lowest bits of the float 2²³ makes it 2²³ + the byte, and a float to which 2²³ is added is rounded to a
+whole number there: no conversion, of which a multiprocessor does a quarter as many as of additions.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from liger_cutedsl.tiling import FORWARD_ROWS, Tile, slices, vocabulary_tiles
 from liger_cutedsl.two_part_sum import TwoPartSum
 
 WIDEST_TILE = 8192  # wider ones gain nothing
-SUM_ROWS, SUM_TEMPORARIES = 1024, 8  # rows of dW that are added to at a time, and float32 numbers of each of theirs
+SUM_ROWS, SUM_TEMPORARIES = 256, 8  # rows of dW that are added to at a time, and float32 numbers of each of theirs
 
 
 class TorchEngine:

@@ -33,20 +33,29 @@ def roundings(problem: Problem, sums: WantedGradients, chunk: int) -> int:
     return -(-problem.tokens // chunk) if narrow else 0
 
 
+def second_part(task: Task, sums: WantedGradients, chunk: int) -> int:
+    """The bytes that a second part of dW's sum would take, where dW would be rounded often without; 0 where not, or
+    where there is none: over a split vocabulary, and in the caller's buffer."""
+    problem = task.local
+    often = roundings(problem, sums, chunk) > MOST_ROUNDINGS
+    if not often or problem.weight_grad_buffer is not None or task.split.sums_dx:
+        return 0
+    if problem.hidden % ROW_MULTIPLE or problem.gemm_dtype != sums.weight:
+        return 0
+    return low_bytes(problem.vocab, problem.hidden)
+
+
 def chosen(engine, task: Task, sums: WantedGradients, chunk: int, allowed: int) -> tuple[WantedGradients, int]:
     """(what gradients are summed in, bytes of a second part of dW's sum or 0); sums: as sum_dtypes says.
 
-    Where dW would be rounded often: float32 where that fits, else two parts where they do. A sum over a split
-    vocabulary, or in the caller's buffer, has no second part."""
+    Where dW would be rounded often: float32 where that fits the allowed bytes, else two parts where they do."""
     problem = task.local
     if roundings(problem, sums, chunk) <= MOST_ROUNDINGS or problem.weight_grad_buffer is not None:
         return sums, 0
     wide = replace(sums, weight=problem.compute_dtype)
     if footprint.single_pass_bytes(engine, task, wide, chunk) <= allowed:
         return wide, 0
-    if task.split.sums_dx or problem.hidden % ROW_MULTIPLE or problem.gemm_dtype != sums.weight:
-        return sums, 0
-    low = low_bytes(problem.vocab, problem.hidden)
+    low = second_part(task, sums, chunk)
     if task.settings.workspace_mb is None:
         allowed = max(allowed, int(MOST_BESIDE * footprint.unavoidable_bytes(task)))
     fits = footprint.single_pass_bytes(engine, task, sums, chunk, low=low) <= allowed

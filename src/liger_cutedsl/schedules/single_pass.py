@@ -100,6 +100,9 @@ def plan(engine, task: Task, reason: str) -> Route:
     else:
         chunk = _fitting_chunk(engine, task, sums, allowed)
     sums, low = dw_sum.chosen(engine, task, sums, chunk, allowed)
+    if not low and (needed := dw_sum.second_part(task, sums, chunk)):
+        smaller = _fitting_chunk(engine, task, sums, allowed - needed)
+        chunk, low = (smaller, needed) if smaller >= DEFAULT_CHUNK else (chunk, 0)
     return Route(
         engine.name,
         NAME,
