@@ -163,8 +163,8 @@ def calls(rounds: int = 3) -> None:
 
 
 def default_route() -> None:
-    x, weight, target = (v.detach() for v in LONG.inputs("meta"))
-    problem = Problem(x, weight, target, dense=True)
+    x, weight = (torch.empty(n, HIDDEN, dtype=LONG.dtype, device="meta") for n in (LONG.tokens, VOCAB))
+    problem = Problem(x, weight, torch.empty(LONG.tokens, dtype=torch.int64, device="meta"), dense=True)
     print(f"N={LONG.tokens} by default: {choose_route(problem, WantedGradients(x.dtype, weight.dtype), Settings())}")
 
 
