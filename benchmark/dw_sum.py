@@ -65,7 +65,7 @@ def check(tile: GemmTile) -> float:
             exact = alpha * product + beta * before
             size = abs(alpha) * (dz.double().abs().t() @ x.double().abs()) + abs(beta) * before.abs()
             of_product = size * 2.0**-24 * (tokens / 16 + 20)
-            shares = (total.value().double() - exact).abs() / (exact.abs() * 2.0**-15 + of_product)
+            shares = (total.value().double() - exact).abs() / (exact.abs() * 2.0**-16 + of_product)
             rounded = (total.high.double() - exact).abs() / (exact.abs() * 2.0**-8 + of_product)
             worst = max(worst, float(shares.max()), float(rounded.max()))
         if not (memory[vocab:].isnan().all() and torch.isfinite(total.value()).all()):

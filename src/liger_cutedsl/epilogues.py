@@ -37,7 +37,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from liger_cutedsl.elementwise import LN_2, SMALLEST_EXPONENTIAL, at_least, at_most, exp2, reciprocal
+from liger_cutedsl.elementwise import LN_2, SMALLEST_EXPONENTIAL, at_least, at_most_one, exp2, reciprocal
 from liger_cutedsl.epilogue_identity import with_operands
 
 LOG2_E = 1.4426950408889634
@@ -149,7 +149,7 @@ def capped(flags: EpilogueFlags, u, operands):
     growth = exp2(u * (operands["inverse_softcap"] * (2.0 * LOG2_E)))
     r = reciprocal(growth + 1.0)
     # r·e^{2u} is 0·∞ beyond what a float32 holds, and 1 there
-    return softcap - r * (softcap * 2.0), r * 4.0 * at_most(r * growth, 1.0)
+    return softcap - r * (softcap * 2.0), r * 4.0 * at_most_one(r * growth)
 
 
 @functools.cache

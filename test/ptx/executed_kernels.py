@@ -102,7 +102,7 @@ def test_a_sum_in_two_parts(gpu, n, vocab, hidden):
             size = abs(alpha) * dz.double().abs().T @ x.double().abs() + abs(beta) * before.abs()
             of_product = size * cases.U * (n / 16 + 20)
             errors = {
-                "sum": cases.share(total.value(), exact, exact.abs() * 2.0**-15 + of_product),
+                "sum": cases.share(total.value(), exact, exact.abs() * 2.0**-16 + of_product),
                 "upper part": cases.share(total.high, exact, exact.abs() * 2.0**-8 + of_product),
             }
             assert all(share <= 1 for share in errors.values()), errors

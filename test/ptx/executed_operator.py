@@ -67,7 +67,9 @@ def test_dw_summed_in_two_parts(monkeypatch):
     _, (_, exact, _) = reference(x, weight, target, None, None, LossOptions())
     loss = fused_linear_cross_entropy(x, weight, target, workspace_mb=fitting, **call)
     (found,) = torch.autograd.grad(loss, weight)
-    assert float((found.double() - exact).norm() / exact.norm()) < 2.5e-3  # two roundings, dz's and dW's, of 1.7e-3 each
+    assert (
+        float((found.double() - exact).norm() / exact.norm()) < 2.5e-3
+    )  # two roundings, dz's and dW's, of 1.7e-3 each
 
 
 @pytest.mark.parametrize("logits", ["plain", "cap, temperature and scale"])

@@ -16,7 +16,7 @@ import functools
 from quack.epilogue.frontend import gemm_epilogue
 from quack.epilogue.ops import ColVecLoad, ColVecReduce, ColVecSelect, OnlineLSEReduce, RowVecLoad
 
-from liger_cutedsl.engines.cute_bytes import ByteTileLoad, ByteTileStore
+from liger_cutedsl.engines.cute_bytes import LowPartLoad, LowPartStore
 from liger_cutedsl.engines.cute_moments import OnlineMoments
 from liger_cutedsl.engines.cute_ops import FirstZero, MaskedColVecSum, OnlineArgmax, TileMaximum
 from liger_cutedsl.epilogues import EpilogueFlags, backward_epilogue, exp_epilogue, exp_prepass, forward_epilogue
@@ -81,7 +81,7 @@ def backward_kernel(flags: EpilogueFlags):
 
 @functools.cache
 def sum_kernel():
-    return gemm_epilogue(ops={"low": ByteTileLoad("low")}, outputs=(ByteTileStore("next_low"),))(sum_epilogue())
+    return gemm_epilogue(ops={"low": LowPartLoad("low")}, outputs=(LowPartStore("next_low"),))(sum_epilogue())
 
 
 def _pinned(names) -> dict:
