@@ -5,8 +5,8 @@
 
 Of a float32, high has the upper 16 bits, rounded to the nearest, and low the next 8, cut off: as a signed number, what
 rounding took off, 128 steps to either side. (Its last bit is set first, so that it never lies half-way, where rounding
-takes off 128 steps upwards, too.) Read again, the last 8 bits are taken to be half of what they can be: each addition is
-off by up to 2⁻¹⁶ of the sum, where bfloat16 alone would be off by up to 2⁻⁸.
+takes off 128 steps upwards, too.) Read again, the last 8 bits are taken to be half of what they can be: each addition
+is off by up to 2⁻¹⁶ of the sum, where bfloat16 alone would be off by up to 2⁻⁸.
 
 As with the epilogues of the logits, one function is run by PyTorch and traced by CuTe: the sum goes through registers
 once a product.
