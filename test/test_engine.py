@@ -27,7 +27,7 @@ def contract() -> dict:
 @pytest.mark.parametrize("name", ["torch", "cute"])
 def test_an_engine_has_what_the_protocol_says(name):
     engine, methods = engine_class(name), contract()
-    assert len(methods) == 15 and all(method.__doc__ for method in methods.values())
+    assert len(methods) == 17 and all(method.__doc__ for method in methods.values())
     assert engine.name == name
     for method, promised in methods.items():
         assert inspect.signature(getattr(engine, method)) == inspect.signature(promised), method

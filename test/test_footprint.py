@@ -6,8 +6,9 @@ import torch
 import liger_cutedsl
 from liger_cutedsl import fused_linear_cross_entropy
 from liger_cutedsl.call import WantedGradients
+from liger_cutedsl.engines.torch_engine import TorchEngine
 from liger_cutedsl.route import Settings
-from liger_cutedsl.schedules import footprint, single_pass
+from liger_cutedsl.schedules import dw_sum, footprint, single_pass
 from liger_cutedsl.schedules.schedule import Task
 from liger_cutedsl.split import PlannedShare
 from reference import EVERY_OPTION, Case, on_a_gpu
@@ -135,6 +136,41 @@ def test_a_large_vocabulary_has_a_larger_budget():
     assert float(with_options.budget.split()[0]) >= float(wide.budget.split()[0])
 
 
+def test_bytes_of_a_sum_in_two_parts(monkeypatch):
+    """16 MiB of 8 bits, beside a dW of 32."""
+    monkeypatch.setattr(TorchEngine, "chunk_size", lambda engine, problem, fitting: 64)
+    case = Case(640, 2048, 8192, dtype=torch.bfloat16, ignored=0.0)
+    x, weight, target, *_ = case.tensors()
+    call = dict(schedule="single_pass", workspace_mb=1)
+    smallest = liger_cutedsl.explain(x, weight, target, **call)
+    assert smallest.dw_low_bytes == 0
+    call["workspace_mb"] = smallest.workspace_bytes / MIB + 20
+    route = liger_cutedsl.explain(x, weight, target, **call)
+    assert (route.chunk, route.dw_low_bytes) == (64, 16 * MIB)
+    check(case, 0.0, None, (True, True), **call)
+
+
+def test_a_long_batch_sums_dw_in_two_parts(h200):
+    """Where float32 does not fit: up to 1.35 of inputs and gradients in all, and within a budget that was asked for."""
+
+    def route(tokens, workspace_mb=None, **options):
+        problem = on_a_gpu(tokens, 4096, 128256, torch.bfloat16, dict(options=options))
+        task = Task(problem, WantedGradients.of(problem), Settings(workspace_mb=workspace_mb))
+        return single_pass.plan(h200, task, "")
+
+    long = route(65536)
+    assert (long.chunk, long.dw_sum, long.dw_low_bytes) == (2048, torch.bfloat16, 128256 * 4096)
+    assert 128256 * 4096 < long.workspace_bytes <= 0.35 * 4 * 4096 * (65536 + 128256)
+    assert "dW summed in bfloat16 and 8 bits (501 MiB)" in str(long)
+    tight = route(65536, workspace_mb=600)
+    assert tight.dw_low_bytes == 0 and tight.dw_sum == torch.bfloat16 and tight.workspace_bytes <= 600 * MIB
+    asked = route(65536, workspace_mb=1100)  # which would hold a chunk of 4096 tokens else
+    assert (asked.chunk, asked.dw_low_bytes) == (2048, long.dw_low_bytes) and asked.workspace_bytes <= 1100 * MIB
+    assert route(65536, workspace_mb=3000).dw_sum == torch.float32
+    assert route(65536, accum_dtype=torch.float32).dw_sum == torch.float32
+    assert route(8 * 2048).dw_low_bytes == 0
+
+
 def test_explain_says_who_set_the_budget(monkeypatch):
     x, weight = torch.randn(10, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
     assert liger_cutedsl.explain(x, weight, workspace_mb=7).budget == "7 MiB (workspace_mb)"
@@ -167,7 +203,7 @@ def test_bytes_are_those_that_an_h200_counted(h200, name):
     dropped, copies = 4096 - tokens, (tokens * 1024 * dtype.itemsize) * (tokens < 4096)
     task = Task(problem, WantedGradients.of(problem), Settings(), dropped=dropped, beside=copies)
     if name.startswith("single_pass"):
-        found = footprint.single_pass_bytes(h200, task, single_pass.sum_dtypes(problem, task.wanted), plan)
+        found = footprint.single_pass_bytes(h200, task, dw_sum.sum_dtypes(problem, task.wanted), plan)
     else:
         found = footprint.recompute_bytes(h200, task, *plan)
     assert abs(found / MIB - counted) <= max(0.03 * counted, 8), found / MIB

@@ -46,7 +46,7 @@ shards
 engines
 engines.cute_engine engines.torch_engine
 engines.cute_kernels
-engines.cute_moments
+engines.cute_moments engines.cute_bytes
 engines.cute_ops engines.architectures engines.engine
 kernel_cache
 rows
@@ -54,7 +54,8 @@ objectives
 cross_entropy log_probs row_loss
 objective
 row_statistics
-epilogues
+epilogues two_part_sum
+epilogue_identity
 gemm
 triton_kernels triton_folds
 elementwise

@@ -27,10 +27,11 @@ RECORDED = HERE / "ptx" / "recorded" / "sm_90a.json"
 SHARE, LONG = ("-m", "not blackwell"), ("-m", "blackwell")
 # name → (environment, arguments of pytest, tests that must have passed)
 JOBS = {
-    "kernels sm_100a": (dict(PTX_ARCH="sm_100a"), (KERNELS, *SHARE), 32),
-    "operator bf16": (dict(PTX_ARCH="sm_100a", PTX_DTYPE="bf16"), (OPERATOR,), 14),
+    "kernels sm_100a": (dict(PTX_ARCH="sm_100a"), (KERNELS, *SHARE), 35),
+    "operator bf16": (dict(PTX_ARCH="sm_100a", PTX_DTYPE="bf16"), (OPERATOR,), 15),
     "operator fp16": (dict(PTX_ARCH="sm_100a", PTX_DTYPE="fp16"), (OPERATOR,), 14),
     "kernels sm_103a": (dict(PTX_ARCH="sm_103a"), (KERNELS, *SHARE), 10),
+    "dW's sum sm_90a": (dict(PTX_ARCH="sm_90a"), (KERNELS, "-k", "sum_in_two_parts"), 3),
     "recording sm_90a": ({}, (RECORDING, *SHARE), 5),
 }
 # What the project's own tests do with an engine. Not those that count on the torch engine on a CPU, on autocast of CPU

@@ -142,8 +142,8 @@ def test_a_wide_accumulator_rounds_the_weight_gradient_once(place):
     assert error(workspace_mb=0.01) > 1.3 * once
 
 
-def test_dw_is_summed_in_float32_where_it_would_be_rounded_often(place):
-    """Of ten chunks, where the wide sum fits beside a chunk; the caller's accum_dtype is not needed for that."""
+def test_dw_has_a_better_sum_where_it_would_be_rounded_often(place):
+    """Of ten chunks, float32 where that fits beside a chunk, else two parts where they do: without accum_dtype."""
     if place.schedule != "auto":
         pytest.skip("recompute has no chunks")
     x, weight, target, *_ = Case(5120, 32, 300, dtype=torch.bfloat16, device=place.device, ignored=0.0).tensors()
@@ -162,7 +162,14 @@ def test_dw_is_summed_in_float32_where_it_would_be_rounded_often(place):
     assert route.chunk == 512 and route.dw_sum == torch.float32
     assert route.workspace_bytes == wide * 2**20
     assert error(workspace_mb=wide, **call) < 1.1 * once
-    assert error(workspace_mb=wide - 1 / 2**20, **call) > 1.3 * once
+    # a byte less, and 8 bits a number more do, which have half of float32's bytes
+    two_parts = (smallest.workspace_bytes + 300 * 32) / 2**20
+    for given in (wide - 1 / 2**20, two_parts):
+        route = liger_cutedsl.explain(x, weight, target, workspace_mb=given, **call)
+        assert route.dw_sum == torch.bfloat16 and route.dw_low_bytes == 300 * 32
+        assert error(workspace_mb=given, **call) < 1.1 * once
+    assert route.workspace_bytes == two_parts * 2**20
+    assert error(workspace_mb=two_parts - 1 / 2**20, **call) > 1.3 * once
 
 
 def test_a_softcap_with_label_smoothing_stores_no_exponentials():

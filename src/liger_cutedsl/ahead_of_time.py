@@ -33,6 +33,7 @@ from liger_cutedsl.engines import architectures
 from liger_cutedsl.kernel_variants import DTYPES, Variant, all_variants, options_of
 from liger_cutedsl.objective import RowCoefficients
 from liger_cutedsl.tiling import Tile
+from liger_cutedsl.two_part_sum import TwoPartSum
 
 
 @dataclass
@@ -149,6 +150,8 @@ def _trace(variant: Variant):
         engine.row_statistics(problem, vocab)
     elif variant.kernel == "exp":
         engine.exp_chunk(problem, out)
+    elif variant.kernel == "dw-sum":
+        engine.add_product(out, problem.x, TwoPartSum.zero(problem.weight), 1.0, 1.0)
     else:
         c, h = row if flags.smoothing else None, row if flags.entropy else None
         engine.dz_tile(problem, row, RowCoefficients(row, c, row, h), Tile(0, vocab), out)

@@ -35,13 +35,10 @@ without either, u and z being what they are divided by T. The slope leaves the c
 from __future__ import annotations
 
 import functools
-import hashlib
-import inspect
-from dataclasses import astuple, dataclass, is_dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
-from liger_cutedsl import elementwise
 from liger_cutedsl.elementwise import LN_2, SMALLEST_EXPONENTIAL, at_least, at_most_one, exp2, reciprocal
+from liger_cutedsl.epilogue_identity import with_operands
 
 LOG2_E = 1.4426950408889634
 LOWEST_MAXIMUM = -1e30  # stands for the maximum of a tile whose logits are all −inf: −inf − (−inf) is NaN
@@ -169,7 +166,7 @@ def forward_epilogue(flags: EpilogueFlags):
             outputs["argmax"] = z
         return outputs
 
-    return _with_operands(forward, flags.forward_operands)
+    return with_operands(forward, flags.forward_operands)
 
 
 @functools.cache
@@ -192,7 +189,7 @@ def backward_epilogue(flags: EpilogueFlags):
             dz = dz * slope
         return {"D": dz}
 
-    return _with_operands(backward, flags.backward_operands)
+    return with_operands(backward, flags.backward_operands)
 
 
 def _of_p(log_p, operands):
@@ -227,7 +224,7 @@ def exp_epilogue(flags: EpilogueFlags, headroom: int):
             outputs["is_max"] = z - m
         return outputs
 
-    return _with_operands(exponentials, flags.exp_operands)
+    return with_operands(exponentials, flags.exp_operands)
 
 
 @functools.cache
@@ -237,7 +234,7 @@ def exp_prepass(flags: EpilogueFlags):
     def prepass(acc, **operands):
         return {"tile_max": biased(flags, acc, operands)}
 
-    return _with_operands(prepass, flags.uncapped_operands)
+    return with_operands(prepass, flags.uncapped_operands)
 
 
 def dz_of_exp(flags: EpilogueFlags, headroom: int, e, operands):
@@ -252,36 +249,3 @@ def dz_of_exp(flags: EpilogueFlags, headroom: int, e, operands):
     if flags.smoothing:
         dz = dz - (operands["row_c"] * operands["ce_weight"] if flags.ce_weight else operands["row_c"])
     return dz
-
-
-def _with_operands(function, names):
-    """Give the function the signature (acc, *names) by which quack, and a reader, learn its operands; and its name the
-    identity by which quack tells compiled kernels apart."""
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    function.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in ("acc", *names)])
-    identity = _identity(function)
-    function.__name__, function.__qualname__ = (f"{n}_{identity}" for n in (function.__name__, function.__qualname__))
-    return function
-
-
-_SOURCE = hashlib.sha256(Path(__file__).read_bytes() + Path(elementwise.__file__).read_bytes()).digest()
-
-
-def _identity(function) -> str:
-    """A hash of everything that decides what an epilogue computes: this file and elementwise.py, and the values it
-    closes over.
-
-    quack reads a function's code and closure only where it lies outside of site-packages; of an installed one it knows
-    the name. Two functions of one name would share a compiled kernel, in memory and on disk.
-    """
-    closed_over = {name: _plain(name, value) for name, value in inspect.getclosurevars(function).nonlocals.items()}
-    return hashlib.sha256(_SOURCE + repr(sorted(closed_over.items())).encode()).hexdigest()[:16]
-
-
-def _plain(name: str, value):
-    """The value, where its repr says all there is to it. Raises TypeError else: it could not be told from another."""
-    if is_dataclass(value):
-        return type(value).__qualname__, tuple(_plain(name, field) for field in astuple(value))
-    if value is not None and type(value) not in (bool, int, float, str):
-        raise TypeError(f"an epilogue may close over numbers, names and dataclasses of them, and {name} is {value!r}")
-    return value

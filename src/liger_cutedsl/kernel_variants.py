@@ -15,7 +15,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel: forward, backward or exp, its options, dtype, and whether the vocabulary's last tile is full."""
+    """One kernel: forward, backward, exp or dw-sum, its options, dtype, and whether the last tile is full."""
 
     kernel: str
     flags: EpilogueFlags
@@ -32,9 +32,12 @@ class Variant:
         return f"{self.kernel}/{self.dtype}/{self.options}"
 
 
+DW_SUM = Variant("dw-sum", EpilogueFlags())
+
+
 def all_variants() -> list[Variant]:
     """Every kernel that a call of any operator can ask for."""
-    variants = []
+    variants = [DW_SUM]
     for bias, softcap, scale, dtype in itertools.product(*[(False, True)] * 3, DTYPES):
         logits = {"bias": bias, "softcap": softcap, "scale": scale}
         variants += [Variant("backward", replace(flags, **logits), dtype) for flags in _of_gradients()]
@@ -66,7 +69,7 @@ def typical_variants() -> list[Variant]:
     everything = EpilogueFlags(bias=True, softcap=True, ce_weight=True, smoothing=True)
     all_but_softcap = replace(everything, softcap=False, argmax=True)
     common = (EpilogueFlags(), EpilogueFlags(softcap=True), everything)
-    variants = [Variant("backward", flags) for flags in common]
+    variants = [DW_SUM, *(Variant("backward", flags) for flags in common)]
     variants += [Variant("forward", common[0]), Variant("forward", common[0], ragged=True)]
     variants += [Variant("exp", common[0]), Variant("exp", all_but_softcap, ragged=True)]
     variants += [Variant("exp", common[1], "fp16")]

@@ -33,6 +33,8 @@ class Route:
     chunk: tokens of a chunk of single_pass, or of a forward alone that takes some at a time; 0 for all at once.
     buffers: how many chunks single_pass holds at a time.  chunk_limit: of a split vocabulary, the tokens of a chunk for
         which all its ranks have room.  dw_sum: what single_pass sums dW in, if it does.
+    dw_low_bytes: what its sum takes for 8 bits more a number (two_part_sum.py), where it has them: beyond the budget,
+        where that is the default.
     gemms: large matrix products, forward and backward, of 2·N·V·H operations each.
     workspace_bytes: predicted memory beyond inputs, outputs and gradients; 0 where not known (triton).
     copied_bytes: what of it are copies that no schedule can do without: of x and weight in another dtype, of the rows
@@ -51,6 +53,7 @@ class Route:
     buffers: int = 1
     chunk_limit: int = 0
     dw_sum: torch.dtype | None = None
+    dw_low_bytes: int = 0
     gemms: float = 0
     workspace_bytes: int = 0
     copied_bytes: int = 0
@@ -66,12 +69,17 @@ class Route:
             parts += [f"{self.chunk} tokens at a time"] if self.chunk else []
         if self.schedule == "single_pass":
             parts.append(f"chunks of {self.chunk} tokens{', two at a time' if self.buffers == 2 else ''}")
+            parts += [f"dW summed in {self._dw_sum_in_words()}"] if self.dw_sum else []
         if self.workspace_bytes:
             parts += [f"{self.gemms:.3g} GEMMs", f"{self.workspace_bytes / 2**20:.0f} MiB workspace"]
             copied = self.copied_bytes / 2**20
             parts[-1] += f" ({copied:.0f} of it copies of inputs)" if copied >= 0.5 else ""
         parts += [f"budget {self.budget}"] if self.budget else []
         return f"{', '.join(parts)}: {self.reason}"
+
+    def _dw_sum_in_words(self) -> str:
+        name = str(self.dw_sum).removeprefix("torch.")
+        return f"{name} and 8 bits ({self.dw_low_bytes / 2**20:.0f} MiB)" if self.dw_low_bytes else name
 
     def __repr__(self) -> str:
         """For a notebook: the sentence, and not a dozen fields of which half are 0."""

@@ -95,7 +95,8 @@ def _schedule(engine, task: Task, reason: str) -> Route:
 
 
 def _fits(route: Route, engine, task: Task) -> bool:
-    return route.workspace_bytes - route.copied_bytes <= budget(engine, task)
+    beyond = route.dw_low_bytes if task.settings.workspace_mb is None else 0
+    return route.workspace_bytes - route.copied_bytes - beyond <= budget(engine, task)
 
 
 _warned = False

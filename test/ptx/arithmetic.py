@@ -137,7 +137,21 @@ def _operation(form: Form):
         return (lambda a, b, p: np.where(p, a, b)), [last, last, np.bool_], last
     if base == "setp" and len(parts) == 3 + (parts[-2] == "ftz"):
         return _comparison(parts[1], last), [last, last], np.bool_
+    if parts == ["prmt", "b32"]:
+        return _permuted, [U32] * 3, U32
     return _conversion(form, last)
+
+
+def _permuted(a, b, selector):
+    """Four of the eight bytes of b:a, one a nibble of the selector; its highest bit asks for the byte's sign in each
+    bit (PTX ISA: prmt)."""
+    pair, result = b.astype(U64) << U64(32) | a.astype(U64), U32(0)
+    for place in range(4):
+        choice = selector >> U32(4 * place) & U32(15)
+        byte = (pair >> (choice & U32(7)).astype(U64) * U64(8) & U64(255)).astype(U32)
+        byte = np.where(choice & U32(8), (byte >> U32(7)) * U32(255), byte)
+        result = result | byte << U32(8 * place)
+    return result
 
 
 def _extremum(base: str, parts: list[str], dtype):
@@ -161,6 +175,10 @@ def _halves(convert):
 
 def _conversion(form: Form, last):
     base = form.parts[0]
+    if form.op == "cvt.rn.bf16.f32":
+        return bf16_bits, [F32], np.uint16
+    if form.op == "cvt.f32.bf16":
+        return (lambda a: (a.astype(U32) << U32(16)).view(F32)), [np.uint16], F32
     for prefix, (convert, dtype) in PACKED_CONVERSIONS.items():
         if form.op.startswith(prefix):
             return _halves(convert), [dtype, dtype], U32

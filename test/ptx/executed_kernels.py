@@ -82,6 +82,35 @@ def test_a_target_in_every_column(gpu, kernel):
     check(gpu, Case(kernel, 2 * tile, 8, 2 * tile, targets=targets))
 
 
+@pytest.mark.parametrize("n, vocab, hidden", [(200, 300, 272), (1, 515, 16), (70, 257, 304)])
+def test_a_sum_in_two_parts(gpu, n, vocab, hidden):
+    """Three products with factors, one after the other, in two orders of warps and queues; and nothing else is written.
+
+    The sum may be off by what two_part_sum.py says, its upper part by a rounding, both by the product, whose parts
+    are summed in float32: a 16th of n of them one after the other, and a few more."""
+    g = torch.Generator().manual_seed(n)
+    dz = torch.randn(n, -(-vocab // 8) * 8, generator=g).bfloat16()[:, :vocab]
+    x = torch.randn(n, hidden, generator=g).bfloat16()
+    for seed in (None, 1):
+        gpu.seed, gpu.clusters = seed, 2
+        total, other = (package.sum_of_zero(vocab, hidden) for _ in range(2))
+        for alpha, beta in ((1.0, 1.0), (1.25, 1.0), (-0.5, 0.25)):
+            before = total.value().double()
+            package.run_sum(dz, x, total, alpha, beta)
+            package.run_sum(dz, x, other, alpha, beta, torch_engine=True)
+            exact = alpha * dz.double().T @ x.double() + beta * before
+            size = abs(alpha) * dz.double().abs().T @ x.double().abs() + abs(beta) * before.abs()
+            of_product = size * cases.U * (n / 16 + 20)
+            errors = {
+                "sum": cases.share(total.value(), exact, exact.abs() * 2.0**-16 + of_product),
+                "upper part": cases.share(total.high, exact, exact.abs() * 2.0**-8 + of_product),
+            }
+            assert all(share <= 1 for share in errors.values()), errors
+            same = (total.high == other.high).double().mean()
+            assert same > 0.99, f"{same} of the upper parts are the torch engine's"
+    gpu.launches.clear()
+
+
 @pytest.mark.parametrize("kernel", ["forward", "exp"])
 def test_a_nan_stays_in_its_row(gpu, kernel):
     """Its row's results are NaN, the others' the very bits of a run without it."""

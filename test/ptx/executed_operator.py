@@ -9,11 +9,11 @@ import os
 import pytest
 import torch
 
-from liger_cutedsl import fused_linear_log_probs
+from liger_cutedsl import LossOptions, explain, fused_linear_cross_entropy, fused_linear_log_probs
 from liger_cutedsl.schedules import single_pass
 from ptx import package
 from ptx.package import DTYPES
-from reference import GRADIENT_BOUND, Case, assert_close, check_case
+from reference import GRADIENT_BOUND, Case, assert_close, check_case, reference
 from reference_log_probs import LOGITS
 from reference_log_probs import check as check_log_probs
 from reference_log_probs import expected as expected_log_probs
@@ -51,6 +51,25 @@ def test_call(name):
     # of a handful of elements each may be rounded by nearly a whole unit, as exponential and as dz
     bound = GRADIENT_BOUND[DTYPE] * (2 if tokens < 8 else 1)
     check_case(case, engine="cute", schedule=schedule, workspace_mb=workspace_mb, gradient_bound=bound)
+
+
+@pytest.mark.skipif(FP16, reason="whose gradients wait in float32")
+def test_dw_summed_in_two_parts(monkeypatch):
+    """Of nine chunks, where that fits and float32 does not: as accurate as of one."""
+    case = Case(144, 64, 300, DTYPE, ignored=0.0)
+    x, weight, target, *_ = case.tensors()
+    monkeypatch.setattr(single_pass, "SMALLEST_CHUNK", 16)
+    call = dict(engine="cute", schedule="single_pass")
+    smallest = explain(x, weight, target, workspace_mb=0.001, **call)
+    fitting = (smallest.workspace_bytes + 300 * 64) / 2**20
+    route = explain(x, weight, target, workspace_mb=fitting, **call)
+    assert (route.chunk, route.dw_sum, route.dw_low_bytes) == (16, torch.bfloat16, 300 * 64)
+    _, (_, exact, _) = reference(x, weight, target, None, None, LossOptions())
+    loss = fused_linear_cross_entropy(x, weight, target, workspace_mb=fitting, **call)
+    (found,) = torch.autograd.grad(loss, weight)
+    assert (
+        float((found.double() - exact).norm() / exact.norm()) < 2.5e-3
+    )  # two roundings, dz's and dW's, of 1.7e-3 each
 
 
 @pytest.mark.parametrize("logits", ["plain", "cap, temperature and scale"])

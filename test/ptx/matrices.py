@@ -10,16 +10,23 @@ from ptx.values import F32, U32, PtxError
 
 SWIZZLE_128 = 2  # of the descriptor's highest three bits (two on Hopper, above an unused one)
 K = 16  # columns of an operand of 16-bit elements
+ROWS = 64  # of one column of it, where that lies together
 
 
-def matrix_operand(cta, descriptor: int, rows: int, dtype: str) -> np.ndarray:
-    """A K-major operand (rows, 16) in float32, in rows of 128 bytes swizzled by 128 bytes, eight rows a group."""
+def matrix_operand(cta, descriptor: int, rows: int, dtype: str, transposed: bool = False) -> np.ndarray:
+    """An operand (rows, 16) in float32, swizzled by 128 bytes. K-major: in rows of 128 bytes, eight a group.
+    Transposed, or MN-major: 128 bytes hold 64 rows of a column, eight columns a group, more rows a leading stride on.
+    """
     start = (descriptor & 0x3FFF) << 4
-    group_stride = (descriptor >> 32 & 0x3FFF) << 4
+    leading_stride, group_stride = ((descriptor >> bit & 0x3FFF) << 4 for bit in (16, 32))
     if descriptor >> 61 != SWIZZLE_128:
         raise PtxError(f"a matrix descriptor of layout {descriptor >> 61}, not 128-byte swizzle: not modelled")
     row, column = np.arange(rows)[:, None], np.arange(K)
-    at = swizzled(start + row // 8 * group_stride + row % 8 * 128 + column * 2, 3)
+    if transposed:
+        at = row // ROWS * leading_stride + row % ROWS * 2 + column // 8 * group_stride + column % 8 * 128
+    else:
+        at = row // 8 * group_stride + row % 8 * 128 + column * 2
+    at = swizzled(start + at, 3)
     check_fenced(cta.shared, slice(int(at.min()), int(at.max()) + 2), "a matrix operand")
     return widened(cta.shared.halves[at >> 1], dtype)
 

@@ -189,7 +189,8 @@ def _load(form: Form):
 
 def _store(form: Form):
     space, dtype = form.parts[1], np.dtype(TYPES[form.parts[-1]])
-    address, values, size = form.address(0), form.sources(form.operands[1], dtype), dtype.itemsize
+    register = np.uint16 if dtype.itemsize == 1 else dtype  # as in _load
+    address, values, size = form.address(0), form.sources(form.operands[1], register), dtype.itemsize
     if space not in ("global", "shared"):
         return None
 
@@ -197,7 +198,8 @@ def _store(form: Form):
         addresses = address(warp)
         view, at = locate(warp, space, addresses, size * len(values), form.op)
         for i, value in enumerate(values):
-            data = np.ascontiguousarray(lanes_of(value(warp))[warp.active]).view(np.uint8).reshape(-1, size)
+            given = lanes_of(value(warp))[warp.active].view(register).astype(dtype)
+            data = np.ascontiguousarray(given).view(np.uint8).reshape(-1, size)
             view[at[:, None] + np.arange(i * size, (i + 1) * size)] = data
         if space == "shared":
             shared = warp.cluster.ctas[int(addresses[warp.active][0]) >> CTA_SHIFT].shared
@@ -251,11 +253,33 @@ def _store_matrix(form: Form):
     return store
 
 
+def _load_matrix(form: Form):
+    """ldmatrix.m8n8 of 16 bits (PTX ISA: ldmatrix): stmatrix the other way round."""
+    names, address = members(form.operands[0]), form.address(1)
+    if "trans" in form.parts or "m8n8" not in form.parts or "b16" not in form.parts:
+        return None
+
+    def load(warp):
+        warp.whole(form.op)
+        rows = address(warp)
+        for i, name in enumerate(names):
+            data = np.empty((8, 16), np.uint8)
+            for row in range(8):
+                shared, offset = shared_at(warp.cluster, rows[8 * i + row], 16, form.op)
+                data[row] = shared.bytes[offset : offset + 16]
+                warp.accesses.read(int(rows[8 * i + row]) >> CTA_SHIFT, offset, offset + 16)
+            warp.regs[name] = data.reshape(-1).view(U32)
+        return YIELD
+
+    return load
+
+
 DECODERS = {
     "ld.": _load,
     "st.async": _store_async,
     "st.": _store,
     "stmatrix.": _store_matrix,
+    "ldmatrix.": _load_matrix,
     "fence.proxy.async": lambda form: lambda warp: warp.accesses.fence(),
     # of mbarrier initialisation and the like: see README.md, "not modelled"
     "fence.": lambda form: lambda warp: None,

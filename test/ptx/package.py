@@ -24,9 +24,10 @@ from liger_cutedsl.objective import RowCoefficients
 from liger_cutedsl.options import LogProbOptions, LossOptions
 from liger_cutedsl.row_statistics import RowStatistics, over_parts
 from liger_cutedsl.tiling import Tile
+from liger_cutedsl.two_part_sum import TwoPartSum
 
 TEMPERATURE, LOGIT_SCALE = 0.8, -1.25
-KERNELS = ("forward", "exp", "backward")
+KERNELS = ("forward", "exp", "backward")  # of passes over logits
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 headroom, find_nvdisasm = exp_headroom, ahead_of_time.find_nvdisasm
 
@@ -38,7 +39,7 @@ def variants(typical: bool = False) -> list[tuple[str, str, str, Flags, bool]]:
     """(name, kernel, dtype, flags, ragged) of all kernels that `python -m liger_cutedsl compile` makes, or of those of
     its --typical."""
     listed = kernel_variants.typical_variants() if typical else kernel_variants.all_variants()
-    return [(v.name, v.kernel, v.dtype, v.flags, v.ragged) for v in listed]
+    return [(v.name, v.kernel, v.dtype, v.flags, v.ragged) for v in listed if v.kernel in KERNELS]
 
 
 def make_problem(x, weight, target, bias, ce_weight, flags: Flags, softcap: float, smoothing: float) -> Problem:
@@ -104,6 +105,18 @@ def coefficients(a: torch.Tensor, c: torch.Tensor | None, h: torch.Tensor | None
 
 def run_backward(problem: Problem, lse: torch.Tensor, rows: RowCoefficients, out: torch.Tensor) -> None:
     cute_engine.CuteEngine().dz_tile(problem, lse, rows, Tile(0, problem.vocab), out)
+
+
+def sum_of_zero(rows: int, columns: int) -> TwoPartSum:
+    return TwoPartSum.zero(torch.empty(rows, columns, dtype=torch.bfloat16))
+
+
+def run_sum(
+    dz: torch.Tensor, x: torch.Tensor, total: TwoPartSum, alpha: float, beta: float, torch_engine=False
+) -> None:
+    """total = alpha · dzᵀ·x + beta · total."""
+    engine = TorchEngine() if torch_engine else cute_engine.CuteEngine()
+    engine.add_product(dz, x, total, alpha, beta)
 
 
 def on_torch_engine(kernel: str, problem: Problem, out: torch.Tensor, lse=None, rows=None):

@@ -16,7 +16,8 @@ from ptx.memory import shared_at
 from ptx.values import CTA_SHIFT, F32, LANES, POISON32, U32, U64, Form, PtxError, lanes_of, members
 
 KINDS = ("f16", "bf16")  # of the instruction descriptor's A and B formats
-K_MAJOR = 0b1111 << 13  # descriptor bits that would negate or transpose an operand
+NEGATED = 0b11 << 13  # of the instruction descriptor, an operand each
+TRANSPOSED_A, TRANSPOSED_B = 1 << 15, 1 << 16
 
 
 def _alloc(form: Form):
@@ -128,13 +129,14 @@ def _mma(form: Form):
 
 def _multiply(warp, at: int, a: int, b: int, shape: int, accumulate: bool) -> None:
     m, n = (shape >> 24 & 31) << 4, (shape >> 17 & 63) << 3
-    if shape >> 4 & 3 != 1 or shape & K_MAJOR or m != 256:
-        raise PtxError(f"an instruction descriptor {shape:#x} that is not 256 rows, K-major, into float32")
+    if shape >> 4 & 3 != 1 or shape & NEGATED or m != 256:
+        raise PtxError(f"an instruction descriptor {shape:#x} that is not 256 rows, not negated, into float32")
+    of_a, of_b = shape & TRANSPOSED_A != 0, shape & TRANSPOSED_B != 0
     pair = warp.cluster.pair(warp.cta)
     for cta in pair:
         warp.cluster.alive(cta.rank)
-    rows = np.concatenate([matrix_operand(cta, a, m // 2, KINDS[shape >> 7 & 7]) for cta in pair])
-    columns = np.concatenate([matrix_operand(cta, b, n // 2, KINDS[shape >> 10 & 7]) for cta in pair])
+    rows = np.concatenate([matrix_operand(cta, a, m // 2, KINDS[shape >> 7 & 7], of_a) for cta in pair])
+    columns = np.concatenate([matrix_operand(cta, b, n // 2, KINDS[shape >> 10 & 7], of_b) for cta in pair])
     product = rows @ columns.T
     for cta, half in zip(pair, np.split(product, 2), strict=True):
         if at >> 16 or (at & 0xFFFF) + n > cta.tmem_allocated:

@@ -11,13 +11,13 @@ from ptx.control import YIELD
 from ptx.memory import GlobalMemory, check_fenced, check_overwrite, mark_written, shared_at
 from ptx.values import CTA_SHIFT, I32, OFFSET_MASK, PARAMS_AT, U64, Form, PtxError, lanes_of, read_operand, split
 
-HALF_TYPES = (6, 10)  # of the map's element type: float16, bfloat16
+ITEM_SIZES = {0: 1, 6: 2, 10: 2}  # by the map's element type: uint8, float16, bfloat16
 
 
 @dataclass
 class TensorMap:
-    """A tiled two-dimensional map of 16-bit elements, decoded from its 128 bytes (which are undocumented: learnt from
-    maps whose contents were known; a wrong guess would show in every result).
+    """A tiled two-dimensional map of 8-bit or 16-bit elements, decoded from its 128 bytes (which are undocumented:
+    learnt from maps whose contents were known; a wrong guess would show in every result).
 
     shape, box: elements, the fastest dimension first.  stride: bytes between rows.
     swizzle: bits of a 16-byte unit's index that are mixed: 0, 1, 2, 3 for none, 32, 64, 128 bytes.
@@ -28,17 +28,25 @@ class TensorMap:
     stride: int
     box: tuple[int, int]
     swizzle: int
-    itemsize: int = 2
+    itemsize: int
 
     @classmethod
     def decode(cls, raw: bytes) -> TensorMap:
         words = struct.unpack("16I", raw)
         rank, kind = (words[2] >> 4 & 7) + 1, words[2] >> 7 & 15
-        if rank != 2 or kind not in HALF_TYPES:
+        if rank != 2 or kind not in ITEM_SIZES:
             raise PtxError(f"a tensor map of rank {rank} and element type {kind}: not modelled")
         box = (words[13] >> 24) + 1, (words[14] & 255) + 1
         shape = words[8] + 1, words[9] + 1
-        return cls(words[0] | words[1] << 32, shape, words[3] << 4, box, words[2] >> 13 & 3)
+        return cls(words[0] | words[1] << 32, shape, words[3] << 4, box, words[2] >> 13 & 3, ITEM_SIZES[kind])
+
+    @property
+    def dtype(self) -> type:
+        return np.uint8 if self.itemsize == 1 else np.uint16
+
+    def elements(self, shared, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(shared memory as elements of the map, their indices) of offsets in bytes."""
+        return (shared.bytes, offsets) if self.itemsize == 1 else (shared.halves, offsets >> 1)
 
     def offsets(self, base: int) -> np.ndarray:
         """Where the box's elements lie in shared memory (rows, columns), in bytes, from an offset there."""
@@ -59,7 +67,7 @@ class TensorMap:
         tensor = memory.find(low, low + (y1 - 1 - y0) * self.stride + (x1 - x0) * self.itemsize, "a TMA access")
 
         def strided(array: np.ndarray) -> np.ndarray:
-            first = array[low - tensor.address :][:2].view(np.uint16)
+            first = array[low - tensor.address :][: self.itemsize].view(self.dtype)
             return np.lib.stride_tricks.as_strided(first, (y1 - y0, x1 - x0), (self.stride, self.itemsize))
 
         if store:
@@ -117,13 +125,14 @@ def _enqueue_load(cluster, tensor: int, x: int, y: int, to: int, barrier: int, r
     targets = [to >> CTA_SHIFT] if ranks is None else [r for r in range(cluster.count) if ranks >> r & 1]
 
     def perform(rank: int) -> None:
-        box = np.zeros(tensor_map.box[::-1], np.uint16)  # what lies outside the tensor is zero
+        box = np.zeros(tensor_map.box[::-1], tensor_map.dtype)  # what lies outside the tensor is zero
         part, where = tensor_map.window(cluster.memory, x, y)
         if part is not None:
             box[where] = part
         check_overwrite(cluster, rank, base, base + box.nbytes, "a TMA load")
         shared, _ = shared_at(cluster, base | rank << CTA_SHIFT, box.nbytes, "a TMA load")
-        shared.halves[offsets >> 1] = box
+        memory, at = tensor_map.elements(shared, offsets)
+        memory[at] = box
         at = barrier if ranks is None else barrier & OFFSET_MASK | rank << CTA_SHIFT
         cluster.barrier(at).complete(box.nbytes)
 
@@ -153,7 +162,8 @@ def _prepared_store(cluster, tensor: int, x: int, y: int, source: int):
     def perform() -> None:
         part, where = tensor_map.window(cluster.memory, x, y, store=True)
         if part is not None:
-            part[...] = shared.halves[offsets >> 1][where]
+            memory, at = tensor_map.elements(shared, offsets)
+            part[...] = memory[at][where]
 
     return perform
 

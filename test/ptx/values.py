@@ -103,7 +103,7 @@ def _constant(operand: str, dtype: np.dtype, params: dict) -> np.ndarray:
         return np.array(int(operand[2:], 16), U32).view(dtype)
     if operand in params:
         return np.array(PARAMS_AT + params[operand][0], U64)
-    integer = int(operand, 0)
+    integer = int(operand.removesuffix("U"), 0)
     if dtype.kind == "b":
         return np.array(integer != 0)
     if dtype.kind == "f":

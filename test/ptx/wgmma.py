@@ -33,12 +33,14 @@ def _wait(form: Form):
 
 
 def _mma(form: Form):
-    """m64nNk16 of two operands in shared memory, both K-major, scaled by 1, into float32 registers."""
+    """m64nNk16 of two operands in shared memory, each K-major or transposed, scaled by 1, into float32 registers."""
     shape = re.search(r"\.m64n(\d+)k16\.f32\.(bf16|f16)\.", form.op)
     n, dtype, names = int(shape[1]), shape[2], members(form.operands[0])
     a, b, accumulate = (form.source(i, dtype) for i, dtype in ((1, U64), (2, U64), (3, np.bool_)))
-    if form.operands[4:] != ["1", "1", "0", "0"] or len(names) != n // 2:
+    *scales, transpose_a, transpose_b = form.operands[4:]
+    if scales != ["1", "1"] or len(names) != n // 2:
         return None
+    of_a, of_b = transpose_a == "1", transpose_b == "1"
     index = np.arange(n // 2)[:, None]
     rows, columns = LANE // 4 + 8 * (index // 2 % 2), index // 4 * 8 + LANE % 4 * 2 + index % 2
 
@@ -48,8 +50,8 @@ def _mma(form: Form):
         first = warp.index % 4 * 16
 
         def perform():
-            left = matrix_operand(warp.cta, at, 64, dtype)[first : first + 16]
-            product = left @ matrix_operand(warp.cta, bt, n, dtype).T
+            left = matrix_operand(warp.cta, at, 64, dtype, of_a)[first : first + 16]
+            product = left @ matrix_operand(warp.cta, bt, n, dtype, of_b).T
             for name, value in zip(names, product[rows, columns], strict=True):
                 warp.regs[name] = warp.get(name, F32) + value if add else value
 

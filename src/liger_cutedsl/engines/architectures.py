@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from liger_cutedsl.tiling import H200, Calibration
 
-KERNELS = ("forward", "backward", "exp", "exp-options")  # what has a tile of its own; see cute_kernels.py
+KERNELS = ("forward", "backward", "exp", "exp-options", "dw-sum")  # what has a tile of its own; see cute_kernels.py
 TILES_VARIABLE = "LIGER_CUTEDSL_TILES"
 
 
 @dataclass(frozen=True)
 class GemmTile:
-    """Tile and cluster of a GEMM: rows (tokens) × columns (vocabulary)."""
+    """Tile and cluster of a GEMM: rows (tokens) × columns (vocabulary); of dW vocabulary × H."""
 
     tile_m: int
     tile_n: int
@@ -79,6 +79,7 @@ _HOPPER_TILES = {
     "exp": GemmTile(128, 192, 2, 1, pingpong=True),
     # With any option the epilogue of 128x192 runs out of registers (685 spilled words with all of them).
     "exp-options": GemmTile(128, 128, 2, 1, pingpong=True),
+    "dw-sum": GemmTile(128, 192, 2, 1, pingpong=True),
 }
 # The widest 2-SM tile: two CTAs share one 256 × 256 tcgen05 MMA. Not measured (no Blackwell GPU).
 _BLACKWELL_TILES = dict.fromkeys(KERNELS, GemmTile(256, 256, 2, 1))

@@ -12,7 +12,7 @@ from quack.cute_dsl_utils import get_device_capacity
 from liger_cutedsl.call import Problem
 from liger_cutedsl.cross_entropy import Plain
 from liger_cutedsl.engines.architectures import Architecture, GemmTile, to_compile_for
-from liger_cutedsl.engines.cute_kernels import backward_kernel, exp_kernel, forward_kernel
+from liger_cutedsl.engines.cute_kernels import backward_kernel, exp_kernel, forward_kernel, sum_kernel
 from liger_cutedsl.engines.cute_ops import OnlineArgmax
 from liger_cutedsl.engines.engine import KernelFailure
 from liger_cutedsl.epilogues import EpilogueFlags, capped, exp_headroom, vocabulary_operands
@@ -24,6 +24,7 @@ from liger_cutedsl.row_statistics import RowStatistics
 from liger_cutedsl.tiling import WIDE_TILE, Tile, WaveModel
 from liger_cutedsl.triton_folds import fold_exp, fold_lse, fold_moments, fold_plain
 from liger_cutedsl.triton_kernels import SUMMED_ROWS, dz_of_exp
+from liger_cutedsl.two_part_sum import TwoPartSum
 
 use_private_cache()
 
@@ -119,6 +120,11 @@ class CuteEngine:
         gemm = tile_of("backward", problem.x)
         self._run(backward_kernel(flags), problem.x, problem.weight[tile.columns], out, values, gemm)
 
+    def add_product(self, dz: torch.Tensor, x: torch.Tensor, total: TwoPartSum, alpha: float, beta: float) -> None:
+        values = {"low": total.low, "next_low": total.low, "alpha": alpha, "beta": beta}
+        a, b, tile = dz.t(), tma_operand(x).t(), tile_of("dw-sum", x)
+        self._multiply(sum_kernel(), a, b, total.high, values, tile, C=total.high)
+
     def gemm_operand(self, matrix: torch.Tensor) -> torch.Tensor:
         return matrix
 
@@ -153,6 +159,9 @@ class CuteEngine:
     def column_sums_bytes(self, problem: Problem, columns: int) -> int:
         """A row for each block of rows that one program sums."""
         return -(-problem.tokens // SUMMED_ROWS) * columns * 4
+
+    def add_product_bytes(self, problem: Problem) -> int:
+        return 0
 
     def exp_tile(self, problem: Problem) -> int:
         return tile_of(exp_kind(problem.options), problem.x).tile_n
@@ -211,11 +220,13 @@ class CuteEngine:
         )
 
     def _run(self, kernel, x, weight, out, arguments: dict, tile: GemmTile) -> None:
+        self._multiply(kernel, tma_operand(x), tma_operand(weight), out, arguments, tile)
+
+    def _multiply(self, kernel, a, b, out, arguments: dict, tile: GemmTile, **more) -> None:
         """One GEMM on the tensors' device and its current stream, whatever the current device is."""
-        x, weight = tma_operand(x), tma_operand(weight)
-        with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext(), _one_at_a_time:
+        with torch.cuda.device(a.device) if a.is_cuda else contextlib.nullcontext(), _one_at_a_time:
             try:
-                kernel.gemm(x, weight, out, epi_args=arguments, _launch=self._launch, **tile.arguments())
+                kernel.gemm(a, b, out, epi_args=arguments, _launch=self._launch, **more, **tile.arguments())
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # CuTe DSL, the driver and the cache on disk each have errors of their own

@@ -2,6 +2,7 @@
 
     forward   x·Wᵀ with no output matrix: log-sum-exp partials or moments, target logit, weighted sum, argmax
     backward  x·W[tile]ᵀ whose epilogue writes dz
+    dw-sum    dzᵀ·x of a chunk of tokens, added to a sum in two parts (two_part_sum.py)
     exp       x·Wᵀ of a chunk of tokens, writing exponentials relative to their tile's maximum, with sums and maxima
 
 A kernel is compiled once for each combination of EpilogueFlags, dtype and GemmTile, and kept on disk by quack
@@ -15,9 +16,11 @@ import functools
 from quack.epilogue.frontend import gemm_epilogue
 from quack.epilogue.ops import ColVecLoad, ColVecReduce, ColVecSelect, OnlineLSEReduce, RowVecLoad
 
+from liger_cutedsl.engines.cute_bytes import LowPartLoad, LowPartStore
 from liger_cutedsl.engines.cute_moments import OnlineMoments
 from liger_cutedsl.engines.cute_ops import FirstZero, MaskedColVecSum, OnlineArgmax, TileMaximum
 from liger_cutedsl.epilogues import EpilogueFlags, backward_epilogue, exp_epilogue, exp_prepass, forward_epilogue
+from liger_cutedsl.two_part_sum import sum_epilogue
 
 _OPERAND_OPS = {
     "bias": RowVecLoad,
@@ -74,6 +77,11 @@ def _row_sinks(flags: EpilogueFlags, ragged: bool):
 @functools.cache
 def backward_kernel(flags: EpilogueFlags):
     return gemm_epilogue(ops=_pinned(flags.backward_operands))(backward_epilogue(flags))
+
+
+@functools.cache
+def sum_kernel():
+    return gemm_epilogue(ops={"low": LowPartLoad("low")}, outputs=(LowPartStore("next_low"),))(sum_epilogue())
 
 
 def _pinned(names) -> dict:

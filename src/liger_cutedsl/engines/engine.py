@@ -11,6 +11,7 @@ from liger_cutedsl.cross_entropy import Plain
 from liger_cutedsl.objective import RowCoefficients
 from liger_cutedsl.row_statistics import RowStatistics
 from liger_cutedsl.tiling import Tile
+from liger_cutedsl.two_part_sum import TwoPartSum
 
 
 class KernelFailure(RuntimeError):
@@ -76,6 +77,11 @@ class Engine(Protocol):
         entries are the caller's to overwrite with coefficients.fix."""
         ...
 
+    def add_product(self, dz: torch.Tensor, x: torch.Tensor, total: TwoPartSum, alpha: float, beta: float) -> None:
+        """The sum (V, H) = alpha · dzᵀ·x + beta · the sum, of dz (n, V) whose rows start at multiples of 16 bytes and
+        x (n, H)."""
+        ...
+
     def gemm_operand(self, matrix: torch.Tensor) -> torch.Tensor:
         """The matrix in the dtype in which this engine multiplies it with dz: itself, or a wider copy."""
         ...
@@ -110,6 +116,10 @@ class Engine(Protocol):
 
     def column_sums_bytes(self, problem: Problem, columns: int) -> int:
         """Workspace that scale_chunk takes for the sums of so many columns."""
+        ...
+
+    def add_product_bytes(self, problem: Problem) -> int:
+        """Workspace that add_product takes."""
         ...
 
     def exp_tile(self, problem: Problem) -> int:

@@ -25,9 +25,11 @@ from liger_cutedsl.epilogues import (
 from liger_cutedsl.gemm import matmul
 from liger_cutedsl.objective import RowCoefficients
 from liger_cutedsl.row_statistics import RowStatistics, combined, over_parts
-from liger_cutedsl.tiling import FORWARD_ROWS, Tile, vocabulary_tiles
+from liger_cutedsl.tiling import FORWARD_ROWS, Tile, slices, vocabulary_tiles
+from liger_cutedsl.two_part_sum import TwoPartSum
 
 WIDEST_TILE = 8192  # wider ones gain nothing
+SUM_ROWS, SUM_TEMPORARIES = 256, 8  # rows of dW that are added to at a time, and float32 numbers of each of theirs
 
 
 class TorchEngine:
@@ -112,6 +114,13 @@ class TorchEngine:
         acc = self._accumulator(self.gemm_operand(problem.x), problem, tile)
         out.copy_(backward_epilogue(flags)(acc, **values)["D"])
 
+    def add_product(self, dz: torch.Tensor, x: torch.Tensor, total: TwoPartSum, alpha: float, beta: float) -> None:
+        x = self.gemm_operand(x)
+        for rows in slices(dz.shape[1], SUM_ROWS):
+            part = total.rows(rows)
+            product = torch.empty(part.high.shape, dtype=torch.float32, device=dz.device)
+            part.add(matmul(dz[:, rows].t(), x, out=product), alpha, beta)
+
     def gemm_operand(self, matrix: torch.Tensor) -> torch.Tensor:
         return matrix if matrix.dtype == torch.float64 else matrix.float()
 
@@ -143,6 +152,9 @@ class TorchEngine:
 
     def column_sums_bytes(self, problem: Problem, columns: int) -> int:
         return 0
+
+    def add_product_bytes(self, problem: Problem) -> int:
+        return SUM_TEMPORARIES * 4 * min(SUM_ROWS, problem.vocab) * problem.hidden
 
     def exp_tile(self, problem: Problem) -> int:
         """As many as in the CuTe engine on Hopper, so that tests see their edges."""

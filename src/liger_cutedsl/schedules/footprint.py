@@ -32,6 +32,13 @@ def gradient_bytes(problem: Problem, dtypes: WantedGradients, more_rows: int = 0
     return sum(size * dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True) if dtype is not None)
 
 
+def unavoidable_bytes(task: Task) -> int:
+    """x, W and the gradients that are returned."""
+    problem = task.problem
+    inputs = sum(matrix.numel() * matrix.dtype.itemsize for matrix in (problem.x, problem.weight))
+    return inputs + gradient_bytes(problem, task.returned)
+
+
 def accumulator_bytes(problem: Problem, wanted: WantedGradients) -> int:
     """Bytes of dX's sum in the compute dtype, where dX itself is narrower."""
     if wanted.x is None or wanted.x == problem.compute_dtype:
@@ -109,15 +116,20 @@ def _second_chunk_bytes(engine, task: Task, chunk: int, held: int) -> int:
     return (held - 1) * (_stored_bytes(engine, problem, chunk) + maxima) + dx
 
 
-def single_pass_bytes(engine, task: Task, sums: WantedGradients, chunk: int, held: int | None = None) -> int:
-    """sums: what gradients are summed in, as single_pass.sum_dtypes says, until they are rounded.  held: buffers(),
-    where another number is asked for."""
+def single_pass_bytes(
+    engine, task: Task, sums: WantedGradients, chunk: int, held: int | None = None, low: int = 0
+) -> int:
+    """sums: what gradients are summed in, as dw_sum.sum_dtypes says, until they are rounded.  held: buffers(),
+    where another number is asked for.  low: bytes of the lower part of dW's sum (two_part_sum.py)."""
     problem, wanted, copies = task.local, task.returned, copied_bytes(task)
     sums = sums if wanted.weight is not None else replace(sums, weight=None)
     returned = gradient_bytes(problem, wanted, task.dropped)
     summed = gradient_bytes(problem, sums)
     second = _second_chunk_bytes(engine, task, chunk, buffers(task, chunk) if held is None else held)
-    forward = copies + summed + chunk_bytes(engine, problem, task.wanted, chunk) + second - returned
+    of_chunk = chunk_bytes(engine, problem, task.wanted, chunk)
+    if low:
+        of_chunk = max(of_chunk, _stored_bytes(engine, problem, chunk) + engine.add_product_bytes(problem))
+    forward = copies + summed + of_chunk + second + low - returned
     late = wanted.kept()  # float16's wait in float32
     changing = [final if final != kept else None for final, kept in zip(late, sums, strict=True)]
     rounding = copies + summed + gradient_bytes(problem, WantedGradients(*changing)) - returned

@@ -5,7 +5,8 @@
                      dX[chunk] = dz·W;  dW += dzᵀ·x;  db += Σ_i dz
     backward:        the gradients times the upstream gradient, a scalar: at once in forward where it is expected
 
-Faster than `recompute` by the fourth GEMM; dW is rounded once per chunk unless its sum is wider (Route.dw_sum). It
+Faster than `recompute` by the fourth GEMM; dW is rounded once per chunk unless its sum is wider (Route.dw_sum) or has a
+second part (Route.dw_low_bytes). It
 cannot know the upstream gradient, so reduction="none" takes `recompute`; and calls without gradients store no
 exponentials.
 
@@ -30,7 +31,7 @@ from liger_cutedsl.cross_entropy import LossOutput
 from liger_cutedsl.gemm import matmul
 from liger_cutedsl.objective import RowWeights, dz_unit, row_weights
 from liger_cutedsl.route import DEFAULT_CHUNK, DEFAULT_SPLIT_CHUNK, Route
-from liger_cutedsl.schedules import footprint, overlapped
+from liger_cutedsl.schedules import dw_sum, footprint, overlapped
 from liger_cutedsl.schedules.chunk_rows import rows_of
 from liger_cutedsl.schedules.exponentials import exponentials_buffer
 from liger_cutedsl.schedules.kept import AddedInForward, KeptGradients
@@ -38,6 +39,7 @@ from liger_cutedsl.schedules.recompute import state_of
 from liger_cutedsl.schedules.schedule import Task, gemms
 from liger_cutedsl.split import equal_chunk
 from liger_cutedsl.tiling import TILE_QUANTUM, slices
+from liger_cutedsl.two_part_sum import TwoPartSum
 from liger_cutedsl.weight_grad_buffer import WeightGradBuffer
 
 NAME = "single_pass"
@@ -48,9 +50,6 @@ SMALLEST_CHUNK = 512
 # fp16's dz is at most twice this, an eighth of fp16's largest number; the GEMMs, summing in fp32, take it down again.
 FP16_DZ = 2.0**12
 
-# dW may be rounded to 16 bits this often: its error is then some 2.5 times that of one rounding.
-MOST_ROUNDINGS = 8
-
 # Why "auto" leaves a split vocabulary to recompute, on every device alike. (If it did not, ranks would have to agree on
 # whether chunks fit, too.)
 SPLIT_ONLY_WHERE_ASKED_FOR = "'single_pass' over a split vocabulary was not measured on GPUs: it is taken if asked for"
@@ -58,21 +57,6 @@ SPLIT_ONLY_WHERE_ASKED_FOR = "'single_pass' over a split vocabulary was not meas
 # Tokens of a chunk of a split vocabulary where the user names a workspace: as many as fit, but no more than gain
 # anything.
 LARGEST_SPLIT_CHUNK = 2 * DEFAULT_CHUNK
-
-
-def sum_dtypes(problem: Problem, wanted: WantedGradients) -> WantedGradients:
-    """What dX, dW and db are summed in and kept until backward: dW in options.accum_dtype where that is wider."""
-    kept, accum = wanted.kept(), problem.options.accum_dtype
-    if problem.weight_grad_buffer is not None:
-        return replace(kept, weight=wanted.weight, bias=wanted.bias and problem.compute_dtype)
-    wider = kept.weight is not None and accum is not None and accum.itemsize > kept.weight.itemsize
-    return replace(kept, weight=accum if wider else kept.weight, bias=wanted.bias and problem.compute_dtype)
-
-
-def roundings(problem: Problem, sums: WantedGradients, chunk: int) -> int:
-    """How often dW is rounded to 16 bits."""
-    narrow = sums.weight is not None and sums.weight.itemsize == 2
-    return -(-problem.tokens // chunk) if narrow else 0
 
 
 def obstacle(engine, task: Task) -> str | None:
@@ -107,17 +91,17 @@ def _not_in_forward(task: Task) -> str | None:
 
 def plan(engine, task: Task, reason: str) -> Route:
     problem, wanted = task.local, task.wanted
-    sums, copies = sum_dtypes(problem, wanted), footprint.copied_bytes(task)
+    sums, copies = dw_sum.sum_dtypes(problem, wanted), footprint.copied_bytes(task)
     allowed, limit = footprint.budget(engine, task) + copies, 0
     if task.split.sums_dx:
         limit = task.split.chunk_limit(functools.partial(_fitting_split_chunk, engine, task, sums, allowed))
         chunk = min(equal_chunk(limit, problem.tokens), problem.tokens)
     else:
         chunk = _fitting_chunk(engine, task, sums, allowed)
-    if roundings(problem, sums, chunk) > MOST_ROUNDINGS and problem.weight_grad_buffer is None:
-        wide = replace(sums, weight=problem.compute_dtype)
-        if footprint.single_pass_bytes(engine, task, wide, chunk) <= allowed:
-            sums = wide
+    sums, low = dw_sum.chosen(engine, task, sums, chunk, allowed)
+    if not low and (needed := dw_sum.second_part(task, sums, chunk)):
+        smaller = _fitting_chunk(engine, task, sums, allowed - needed)
+        chunk, low = (smaller, needed) if smaller >= DEFAULT_CHUNK else (chunk, 0)
     return Route(
         engine.name,
         NAME,
@@ -126,9 +110,10 @@ def plan(engine, task: Task, reason: str) -> Route:
         chunk=chunk,
         chunk_limit=limit,
         dw_sum=sums.weight,
+        dw_low_bytes=low,
         gemms=gemms(3 + problem.options.needs_slope_apart, wanted),
         buffers=footprint.buffers(task, chunk),
-        workspace_bytes=footprint.single_pass_bytes(engine, task, sums, chunk),
+        workspace_bytes=footprint.single_pass_bytes(engine, task, sums, chunk, low=low),
         copied_bytes=copies,
     )
 
@@ -157,14 +142,14 @@ def _fitting_split_chunk(engine, task: Task, sums: WantedGradients, allowed: int
 
 
 def forward(engine, task: Task, route: Route) -> tuple[LossOutput, KeptGradients]:
-    wanted, sums = task.wanted, replace(sum_dtypes(task.local, task.wanted), weight=route.dw_sum)
+    wanted, sums = task.wanted, replace(dw_sum.sum_dtypes(task.local, task.wanted), weight=route.dw_sum)
     if task.split.sums_dx:
         weigh = functools.partial(_Weighing.of, task.local, engine.dz_dtype(route.dtype), None)
         return overlapped.forward(engine, task, route, sums, _GradientSink, weigh)
     problem = task.problem
     added_to = None if sums.weight is None else problem.weight_grad_buffer
     sums = sums if added_to is None else replace(sums, weight=None)
-    sink = _GradientSink(engine, sums.allocate(problem), problem.tokens, added_to)
+    sink = _GradientSink(engine, sums.allocate(problem), problem.tokens, added_to, two_parts=route.dw_low_bytes > 0)
     problem = problem.for_kernels(route.dtype)
     dz_dtype = engine.dz_dtype(problem.x.dtype)
     weigh = functools.cache(functools.partial(_Weighing.of, problem, dz_dtype, task.expected_upstream))
@@ -220,9 +205,17 @@ class _GradientSink:
     gets each chunk's with it.
     """
 
-    def __init__(self, engine, gradients: Gradients, tokens: int, buffer: WeightGradBuffer | None = None):
-        """gradients: uninitialised."""
+    def __init__(
+        self,
+        engine,
+        gradients: Gradients,
+        tokens: int,
+        buffer: WeightGradBuffer | None = None,
+        two_parts: bool = False,
+    ):
+        """gradients: uninitialised.  two_parts: dW's sum has a second one until it is complete."""
         self.engine, self.gradients, self.tokens, self.buffer = engine, gradients, tokens, buffer
+        self.dw = TwoPartSum.zero(gradients.weight) if two_parts else None
 
     def add(
         self, dz: torch.Tensor, column_sums: torch.Tensor | None, part: Problem, chunk: slice, weighing: _Weighing
@@ -232,7 +225,9 @@ class _GradientSink:
         if grads.x is not None:
             alpha = weighing.alpha * weighing.expected
             matmul(dz, self.engine.gemm_operand(part.weight), out=grads.x[chunk], alpha=alpha)
-        if grads.weight is not None:
+        if self.dw is not None:
+            self.engine.add_product(dz, part.x, self.dw, weighing.alpha * factor, factor)
+        elif grads.weight is not None:
             x = self.engine.gemm_operand(part.x)
             matmul(dz.t(), x, out=grads.weight, beta=0.0 if first else factor, alpha=weighing.alpha * factor)
         if self.buffer is not None:
@@ -247,7 +242,7 @@ class _GradientSink:
 
     def take(self) -> Gradients:
         """The sums, which belong to the caller alone then."""
-        gradients, self.gradients = self.gradients, None
+        gradients, self.gradients, self.dw = self.gradients, None, None
         return gradients
 
 
