@@ -125,7 +125,7 @@ def check_fold_plain():
         maxima, sums = torch.randn(n, tiles) * 5, torch.rand(n, tiles) * 5 + 1
         lse = (maxima.double() + sums.double().log()).logsumexp(1)
         target_logit = (lse - torch.tensor([1e-6, 1e-3, 0.3, 0.6, 12.0, 200.0], dtype=torch.float64)).float()
-        target = torch.arange(n)
+        target = torch.arange(n).repeat_interleave(2)[::2]
         if ignore_index is not None:
             target[2], target_logit[2] = ignore_index, -torch.inf
         rows = torch.full((4, n + 3), torch.nan)[:, :n]

@@ -108,7 +108,7 @@ def fold_plain(
             tile_max,
             sums,
             target_logit,
-            target,
+            target.contiguous(),
             plain.rows,
             plain.rows.stride(0),
             tiles,
