@@ -212,7 +212,8 @@ def check_op(x, weight, target, bias, ce_weight, autocast=None, engine="auto", s
     """torch's own check of the custom op: what it declares against what it does, dtypes and strides among it."""
     values = [options.get(field.name, field.default) for field in fields(LossOptions)]
     needs = [v is not None and v.requires_grad for v in (x, weight, bias)]
-    tensors, call = (x, weight, target, bias, ce_weight, None), (*values, engine, schedule, mb, 1, "", autocast, *needs)
+    tensors = (x, weight, target, bias, ce_weight, None)
+    call = (*values, engine, schedule, mb, 1, None, "", autocast, *needs)
     torch.library.opcheck(torch_compile.FLCE.default, (*tensors, *call))
     with torch.no_grad():
         *_, lse, target_logit = torch_compile.FLCE(*tensors, *call)

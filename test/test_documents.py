@@ -188,7 +188,7 @@ def parsed(module: str, arguments: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("report", "run_check", "run_compile"):
             patch.setattr(ours, name, lambda *_: 0)
-        for name in ("report", "roofline", "steps"):
+        for name in ("report", "roofline", "steps", "density", "train"):
             patch.setattr(getattr(benchmark, name), "main", lambda *_: 0)
         patch.setattr(benchmark, "run", lambda *_: 0)
         main = ours.main if module == "liger_cutedsl" else benchmark.main

@@ -45,7 +45,8 @@ rounds
 shards
 engines
 engines.cute_engine engines.torch_engine
-engines.cute_kernels
+engines.cute_kernels engines.cute_pairs engines.torch_pairs
+engines.cute_operands
 engines.cute_moments engines.cute_bytes
 engines.cute_ops engines.architectures engines.engine
 kernel_cache
@@ -56,6 +57,7 @@ objective
 row_statistics
 epilogues two_part_sum
 epilogue_identity
+triton_dx triton_dx_summed triton_pairs triton_sampling
 gemm
 triton_kernels triton_folds
 elementwise
@@ -65,7 +67,7 @@ without_data checks
 call
 route options row_function
 captured checkpointing weight_grad_buffer
-readable saved_state
+readable saved_state sampling
 versions user_warnings
 compat
 """

@@ -27,6 +27,10 @@ def test_kernels_in_the_interpreter():
     assert len(interpreted("triton_probe.py")) == 38
 
 
+def test_kernels_of_sampled_pairs_in_the_interpreter():
+    assert len(interpreted("triton_pairs_probe.py")) == 30
+
+
 @pytest.mark.slow
 def test_ligers_operator_in_the_interpreter():
     """The triton engine: every option, 16 bits, autocast, accumulators, what our front adds, torch.compile."""

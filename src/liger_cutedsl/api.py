@@ -37,8 +37,10 @@ def fused_linear_cross_entropy(
     return_z_loss: bool = False,
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
+    return_gradient_sampling: bool = False,
     weight_grad_buffer: torch.Tensor | None = None,
     gradient_accumulation_fusion: bool = False,
+    gradient_sampling: float | None = None,
     engine: str | None = None,
     schedule: str | None = None,
     workspace_mb: float | None = None,
@@ -56,6 +58,7 @@ def fused_linear_cross_entropy(
     use_token_scaling: multiply each row's loss by its detached target probability.
     accum_dtype: dtype in which dW and db are summed where a schedule sums them piecewise.
     return_z_loss, return_token_accuracy, return_predicted_tokens: metrics to compute besides the loss.
+    return_gradient_sampling: share_kept, noise_dw and noise_dx: see LossOutput.
     weight_grad_buffer: a tensor (V, H), float32 or weight's dtype, contiguous and without gradient, to which dW is
         added, once for each backward through the loss and times its upstream gradient; weight gets no gradient then.
         One of 16 bits is rounded as it is added to: once, in single_pass once a chunk. schedule="single_pass" has to
@@ -63,10 +66,14 @@ def fused_linear_cross_entropy(
         needs, for which it reads one number from the device. Not inside torch.compile(fullgraph=True).
     gradient_accumulation_fusion: the same with weight.main_grad, as Megatron-Core has it, where
         weight.grad_added_to_main_grad is set to True if it is there.
+    gradient_sampling: τ ≥ 0, None for LIGER_CUTEDSL_GRADIENT_SAMPLING, else 0. Above 0, gradients are computed from a
+        sample of the softmax drawn with torch's generator: exact in the mean, with noise that grows with τ, and cheaper
+        where most probability lies in few places. The loss stays exact. Where there can be no sample, or it would gain
+        nothing, gradients are exact and the route says why.
     engine, schedule, workspace_mb: see liger_cutedsl.route.Settings.
 
     Returns the loss, float32 (float64 for float64 inputs): a scalar, or target's shape for reduction="none";
-    a LossOutput where a metric is asked for (return_z_loss, return_token_accuracy, return_predicted_tokens).
+    a LossOutput where a metric is asked for (return_…).
     Gradients reach x, weight and bias, each only if it requires one; they come in their parameter's dtype.
 
     Raises TypeError or ValueError naming the argument; RuntimeError where a forced engine cannot run the call.
@@ -84,12 +91,14 @@ def fused_linear_cross_entropy(
         return_z_loss=return_z_loss,
         return_token_accuracy=return_token_accuracy,
         return_predicted_tokens=return_predicted_tokens,
+        return_gradient_sampling=return_gradient_sampling,
     )
     shape = getattr(target, "shape", None)
     x, target = flattened(x, target)
     tensors = (x, weight, target, bias, ce_weight, None)
     buffer = WeightGradBuffer.of(weight, weight_grad_buffer, gradient_accumulation_fusion)
-    return entered(tensors, options, engine, schedule, workspace_mb, weight_grad_buffer=buffer).result(shape)
+    beside = dict(weight_grad_buffer=buffer, gradient_sampling=gradient_sampling)
+    return entered(tensors, options, engine, schedule, workspace_mb, **beside).result(shape)
 
 
 @suggesting
@@ -115,8 +124,10 @@ def vocab_parallel_fused_linear_cross_entropy(
     return_z_loss: bool = False,
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
+    return_gradient_sampling: bool = False,
     weight_grad_buffer: torch.Tensor | None = None,
     gradient_accumulation_fusion: bool = False,
+    gradient_sampling: float | None = None,
     engine: str | None = None,
     schedule: str | None = None,
     workspace_mb: float | None = None,
@@ -130,6 +141,7 @@ def vocab_parallel_fused_linear_cross_entropy(
         of the ranks before. vocab_size: entries of the whole vocabulary, None for the rows of all ranks; rows beyond it
         are padding (Megatron pads V to a multiple), which counts for nothing and gets zero gradients.
     weight_grad_buffer: (V_rank, H), or weight_shard.main_grad: rows of padding get nothing.
+    gradient_sampling: a vocabulary over several ranks is not sampled, and the route says so.
     The other arguments are those of fused_linear_cross_entropy.
 
     Returns what fused_linear_cross_entropy returns, the same on every rank; so is x's gradient.
@@ -156,15 +168,15 @@ def vocab_parallel_fused_linear_cross_entropy(
         return_z_loss=return_z_loss,
         return_token_accuracy=return_token_accuracy,
         return_predicted_tokens=return_predicted_tokens,
+        return_gradient_sampling=return_gradient_sampling,
     )
     shape = getattr(target, "shape", None)
     x, target = flattened(x, target)
     buffer = WeightGradBuffer.of(weight_shard, weight_grad_buffer, gradient_accumulation_fusion)
     problem = Problem(x, weight_shard, target, bias, ce_weight, LossOptions(**options), weight_grad_buffer=buffer)
 
-    return run(
-        problem, Settings.resolve(engine, schedule, workspace_mb), over_ranks(group, vocab_start, vocab_size)
-    ).result(shape)
+    settings = Settings.resolve(engine, schedule, workspace_mb, gradient_sampling=gradient_sampling)
+    return run(problem, settings, over_ranks(group, vocab_start, vocab_size)).result(shape)
 
 
 class LigerResults(NamedTuple):

@@ -18,6 +18,8 @@ from liger_cutedsl.routing import planned as planned_route
 from liger_cutedsl.row_check import known_reads
 from liger_cutedsl.row_function import OPTIONAL
 from liger_cutedsl.rows import TargetCheck
+from liger_cutedsl.sampling import tile_count
+from liger_cutedsl.schedules import kept_shares, sampled
 from liger_cutedsl.schedules.schedule import Task
 from liger_cutedsl.split import WHOLE, PlannedShare, Split
 from liger_cutedsl.weight_grad_buffer import WeightGradBuffer
@@ -54,6 +56,7 @@ def explain(
     return_z_loss: bool = False,
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
+    return_gradient_sampling: bool = False,
     return_log_probs: bool = False,
     return_entropy: bool = False,
     return_log_sum_sq_probs: bool = False,
@@ -61,6 +64,7 @@ def explain(
     return_is_top1: bool = False,
     weight_grad_buffer: torch.Tensor | None = None,
     gradient_accumulation_fusion: bool = False,
+    gradient_sampling: float | None = None,
     engine: str | None = None,
     schedule: str | None = None,
     workspace_mb: float | None = None,
@@ -97,16 +101,22 @@ def explain(
     if row_loss is not None:
         problem = replace(problem, row_loss=row_loss_of(row_loss, row_tensors, (x, weight, target, bias), shape))
         problem = replace(problem, options=options.reading(_read(problem)))
-    settings = Settings.resolve(engine, schedule, workspace_mb)
+    if log_probs and gradient_sampling is not None:
+        raise TypeError("gradient_sampling is no argument of fused_linear_log_probs")
+    settings = Settings.resolve(engine, schedule, workspace_mb, gradient_sampling=gradient_sampling)
     share = PlannedShare() if split else WHOLE
     route = _explained(planned(problem), WantedGradients.of(problem), settings, share)
+    kept = kept_shares.known(problem, settings.gradient_sampling)
+    if route.schedule == sampled.NAME and kept is not None:
+        route = replace(route, expected_pairs=round(kept * problem.tokens * tile_count(problem.vocab)))
     if not x.is_meta:
         return route
     return replace(route, reason=f"{route.reason} (meta tensors, taken for {planned_device(x.device).type}'s)")
 
 
 _TENSORS = ("x", "weight", "target", "bias")
-_SETTINGS = ("engine", "schedule", "workspace_mb", "split", "weight_grad_buffer", "gradient_accumulation_fusion")
+_SETTINGS = ("engine", "schedule", "workspace_mb", "split")
+_SETTINGS += ("weight_grad_buffer", "gradient_accumulation_fusion", "gradient_sampling")
 _DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(explain).parameters.items()

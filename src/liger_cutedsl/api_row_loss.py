@@ -40,6 +40,7 @@ def fused_linear_loss(
     return_entropy: bool = False,
     weight_grad_buffer: torch.Tensor | None = None,
     gradient_accumulation_fusion: bool = False,
+    gradient_sampling: float | None = None,
     engine: str | None = None,
     schedule: str | None = None,
     workspace_mb: float | None = None,
@@ -61,6 +62,7 @@ def fused_linear_loss(
     return_log_probs, return_entropy: those of each token, detached.
     weight_grad_buffer: (V, H), float32 or weight's dtype: dW is added to it, and weight gets no gradient.
         gradient_accumulation_fusion: the same with weight.main_grad, Megatron-Core's. See fused_linear_cross_entropy.
+    gradient_sampling: as there; gradients of row_tensors are exact in any case.
     engine, schedule, workspace_mb: see liger_cutedsl.route.Settings.
 
     Returns the loss, a scalar in float32 (float64 for float64 inputs); a RowLossOutput where there are aux, which come
@@ -78,7 +80,7 @@ def fused_linear_loss(
         return_log_probs=return_log_probs,
         return_entropy=return_entropy,
     )
-    settings = Settings.resolve(engine, schedule, workspace_mb)
+    settings = Settings.resolve(engine, schedule, workspace_mb, gradient_sampling=gradient_sampling)
     buffer = WeightGradBuffer.of(weight, weight_grad_buffer, gradient_accumulation_fusion)
 
     def use(problem):
@@ -107,6 +109,7 @@ def vocab_parallel_fused_linear_loss(
     return_entropy: bool = False,
     weight_grad_buffer: torch.Tensor | None = None,
     gradient_accumulation_fusion: bool = False,
+    gradient_sampling: float | None = None,
     engine: str | None = None,
     schedule: str | None = None,
     workspace_mb: float | None = None,
@@ -115,8 +118,8 @@ def vocab_parallel_fused_linear_loss(
 
     x: (..., H), target: (...), row_loss and row_tensors the same on every rank, targets indexing the whole vocabulary.
     weight_shard: (V_rank, H) and bias: (V_rank,), this rank's rows.
-    group, vocab_start, vocab_size, weight_grad_buffer, gradient_accumulation_fusion, schedule, errors: as in
-        vocab_parallel_fused_linear_cross_entropy.
+    group, vocab_start, vocab_size, weight_grad_buffer, gradient_accumulation_fusion, gradient_sampling, schedule,
+        errors: as in vocab_parallel_fused_linear_cross_entropy.
     Results are the same on every rank; so are the gradients of x and of row_tensors.
     """
     options = dict(
@@ -128,8 +131,8 @@ def vocab_parallel_fused_linear_loss(
         return_log_probs=return_log_probs,
         return_entropy=return_entropy,
     )
-    settings, split_of = Settings.resolve(engine, schedule, workspace_mb), over_ranks(group, vocab_start, vocab_size)
-
+    settings = Settings.resolve(engine, schedule, workspace_mb, gradient_sampling=gradient_sampling)
+    split_of = over_ranks(group, vocab_start, vocab_size)
     tensors = (x, weight_shard, target, bias)
     buffer = WeightGradBuffer.of(weight_shard, weight_grad_buffer, gradient_accumulation_fusion)
 

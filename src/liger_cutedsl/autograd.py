@@ -27,7 +27,7 @@ from liger_cutedsl.routing import give_up_on_cute, planned, warn_about_fallback
 from liger_cutedsl.row_function import of_derivatives
 from liger_cutedsl.rows import Rows, TargetCheck, TooManyIgnored
 from liger_cutedsl.saved_state import put_together, taken_apart
-from liger_cutedsl.schedules import by_name, liger_triton, recompute, single_pass
+from liger_cutedsl.schedules import by_name, kept_shares, liger_triton, recompute, sampled, single_pass
 from liger_cutedsl.schedules.kept import AddedInForward, KeptGradients
 from liger_cutedsl.schedules.schedule import Task
 from liger_cutedsl.shards import OtherShards
@@ -176,6 +176,9 @@ def _planned(task: Task, rows: Rows, whole: Problem, confirm=None, foreseen: Rou
 
 def forward_of(call: Call):
     """What the caller gets of a prepared call, and what its schedule's backward needs."""
+    sampling = call.task.settings.gradient_sampling
+    if sampling and call.task.wanted and call.route.schedule != sampled.NAME:
+        kept_shares.passed_over(call.task.problem, sampling)
     with wholly_added(call.whole.weight_grad_buffer):
         output, state = by_name(call.route.schedule).forward(call.engine, call.task, call.route)
         call.task.split.confirm(call.whole)
@@ -283,11 +286,12 @@ def _with_gradients_in_backward(call: Call) -> Call:
     Liger's operator stays: its backward takes one, whatever the reduction.
     """
     settings = call.task.settings
-    if call.route.schedule != single_pass.NAME:
+    if call.route.schedule not in (single_pass.NAME, sampled.NAME):
         return call
-    if settings.schedule == single_pass.NAME:
+    if settings.schedule == call.route.schedule:
         raise RuntimeError(
-            "schedule 'single_pass' was asked for but cannot run this call: it sums the tokens' gradients in forward, "
-            "before it knows an upstream gradient for each. Unset LIGER_CUTEDSL_SCHEDULE to let it take another"
+            f"schedule {settings.schedule!r} was asked for but cannot run this call: it sums the tokens' gradients in "
+            "forward, before it knows an upstream gradient for each. Unset LIGER_CUTEDSL_SCHEDULE to let it take "
+            "another"
         )
     return call.by_recompute(replace(settings, engine=call.route.engine))

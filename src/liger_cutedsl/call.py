@@ -59,6 +59,7 @@ class Problem:
     selected_token_ids: (K,) int64, columns whose logits are asked for in every row, or None.
     row_loss: a loss of the caller's own with its row tensors, where the options are RowLossOptions.
     weight_grad_buffer: what dW is added to instead of being returned, all of the weight that the caller passed.
+    sampled: whether exponentials are taken a sample of: their tiles have sampling.TILE columns then.
     dense: no target is ignored, known without looking at them.
     count: gives how many targets count, once that has been read from the device, and may wait for it: asked behind the
         first GEMM. None where no target is ignored, or where the host is not to know (while a CUDA graph is captured).
@@ -75,6 +76,7 @@ class Problem:
     selected_token_ids: torch.Tensor | None = None
     row_loss: RowLoss | None = None
     weight_grad_buffer: WeightGradBuffer | None = None
+    sampled: bool = False
 
     @property
     def tokens(self) -> int:

@@ -35,12 +35,19 @@ class LossOutput(NamedTuple):
     loss, z_loss: scalar, or (N,) for reduction="none"; z_loss is the part of loss that λ·lse² makes up.
     token_accuracy: share of valid rows whose argmax is the target, or (N,) of 0 and 1 for "none".
     predicted_tokens: (N,) int64 argmax of the logits, −1 in ignored rows, 0 in rows with NaN.
+    share_kept: the share of all pairs of a token and 128 columns that gradients are computed from; 1 where they are
+        exact.  noise_dw, noise_dx: √(mean ‖error‖²)/‖gradient‖ over draws, as estimated from the pairs that were kept:
+        without bias for dW's numerator, and for dX's as if W's rows were orthogonal. 0 where gradients are exact, NaN
+        for one that is not computed.
     """
 
     loss: torch.Tensor
     z_loss: torch.Tensor | None = None
     token_accuracy: torch.Tensor | None = None
     predicted_tokens: torch.Tensor | None = None
+    share_kept: torch.Tensor | None = None
+    noise_dw: torch.Tensor | None = None
+    noise_dx: torch.Tensor | None = None
 
     def result(self, shape) -> torch.Tensor | LossOutput:
         """What a call returns: per-row values in its target's shape, and the loss alone without metrics."""
@@ -82,10 +89,11 @@ def is_plain(problem: Problem) -> bool:
         and options.softcap is None
         and options.reduction != "none"
         and not (options.smoothing or options.lse_square_scale or options.use_token_scaling)
-        and not (options.return_z_loss or options.needs_argmax)
+        and not (options.return_z_loss or options.needs_argmax or options.return_gradient_sampling)
     )
 
 
+SAMPLING_METRICS = ("share_kept", "noise_dw", "noise_dx")
 DIFFERENTIABLE = ("loss",)
 FILLS = LossOutput(0.0, 0.0, 0.0, -1)
 
@@ -131,7 +139,13 @@ def results(stats: RowStatistics, rows: RowWeights, problem: Problem) -> LossOut
             )
     if options.return_predicted_tokens:
         predicted = rows.mask(argmax, -1)
-    return LossOutput(reduce(loss), reduce(z_loss) if options.return_z_loss else None, accuracy, predicted)
+    sampling = of_exact_gradients(loss.device) if options.return_gradient_sampling else ()
+    return LossOutput(reduce(loss), reduce(z_loss) if options.return_z_loss else None, accuracy, predicted, *sampling)
+
+
+def of_exact_gradients(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """SAMPLING_METRICS where nothing is sampled."""
+    return tuple(torch.full((), value, dtype=torch.float32, device=device) for value in (1.0, 0.0, 0.0))
 
 
 def coefficients(

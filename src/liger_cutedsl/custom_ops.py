@@ -38,7 +38,10 @@ def call_schema(options: type[LogitOptions]) -> str:
     annotations = [(field.name, *field.type.split(" | ")) for field in fields(options)]
     return ", ".join(
         [f"{_TYPES.get(kind, kind)}{'?' * bool(optional)} {name}" for name, kind, *optional in annotations]
-        + ["str engine, str schedule, float? workspace_mb, int chunk_mem_const, str replaces, ScalarType? autocast"]
+        + [
+            "str engine, str schedule, float? workspace_mb, int chunk_mem_const, float? gradient_sampling",
+            "str replaces, ScalarType? autocast",
+        ]
         + [f"bool needs_{name}" for name in DIFFERENTIABLE]
     )
 
@@ -48,7 +51,9 @@ def defaults_of(options: type[LogitOptions]) -> dict:
     return {field.name: field.default for field in fields(options)}
 
 
-def call_values(options: dict, named: dict, engine, schedule, workspace_mb, multiple, replaces="") -> list:
+def call_values(
+    options: dict, named: dict, engine, schedule, workspace_mb, multiple, replaces="", gradient_sampling=None
+) -> list:
     """The values of call_schema's arguments. options: all of them, in its order. named: tensors by name."""
     return [
         *options.values(),
@@ -56,6 +61,7 @@ def call_values(options: dict, named: dict, engine, schedule, workspace_mb, mult
         (os.environ.get("LIGER_CUTEDSL_SCHEDULE") or "auto") if schedule is None else schedule,
         workspace_mb,
         multiple,
+        gradient_sampling,
         replaces,
         autocast_dtype(named["x"].device),
         *gradients_needed(*(named[name] for name in DIFFERENTIABLE)),
@@ -77,8 +83,8 @@ class Arguments(NamedTuple):
     @classmethod
     def of(cls, options: type[LogitOptions], *arguments) -> Arguments:
         tensors, rest, count = arguments[: len(TENSORS)], arguments[len(TENSORS) :], len(fields(options))
-        engine, schedule, workspace_mb, chunk_mem_const, replaces, autocast, *needs = rest[count:]
-        settings = Settings.resolve(engine, schedule, workspace_mb, chunk_mem_const)
+        engine, schedule, workspace_mb, chunk_mem_const, sampling, replaces, autocast, *needs = rest[count:]
+        settings = Settings.resolve(engine, schedule, workspace_mb, chunk_mem_const, sampling)
         problem = Problem(**dict(zip(TENSORS, tensors, strict=True)), options=options(*rest[:count]))
         return cls(problem, settings, tuple(needs), autocast, replaces)
 

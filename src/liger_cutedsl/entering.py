@@ -33,16 +33,25 @@ def flattened(x, target):
 
 
 def entered(
-    tensors, options: dict, engine=None, schedule=None, workspace_mb=None, chunk_mem_const=1, weight_grad_buffer=None
+    tensors,
+    options: dict,
+    engine=None,
+    schedule=None,
+    workspace_mb=None,
+    chunk_mem_const=1,
+    weight_grad_buffer=None,
+    gradient_sampling=None,
 ) -> LossOutput:
     """The call by the way its tensors need: DTensors, one node of a graph, or as it is."""
     # Asked here: torch.compile would compile a function of its own, and its answer, where this one runs between graphs.
     if not _is_distributed(tensors) and (torch.compiler.is_compiling() or shapes_only(*tensors)):
-        _check_traceable(dict(options, chunk_mem_const=chunk_mem_const), weight_grad_buffer)
-        return run_compiled(tensors, options, engine, schedule, workspace_mb, chunk_mem_const)
+        numbers = dict(options, chunk_mem_const=chunk_mem_const, gradient_sampling=gradient_sampling)
+        _check_traceable(numbers, weight_grad_buffer)
+        return run_compiled(tensors, options, engine, schedule, workspace_mb, chunk_mem_const, gradient_sampling)
     named = dict(zip(TENSORS, tensors, strict=True))
     problem = Problem(**named, options=LossOptions(**options), weight_grad_buffer=weight_grad_buffer)
-    return run_eager(problem, Settings.resolve(engine, schedule, workspace_mb, python_scalar(chunk_mem_const)))
+    how = (engine, schedule, workspace_mb, python_scalar(chunk_mem_const), gradient_sampling)
+    return run_eager(problem, Settings.resolve(*how))
 
 
 def entered_log_probs(

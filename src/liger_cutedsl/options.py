@@ -35,7 +35,7 @@ class LogitOptions:
     logit_scale: float = 1.0
 
     label_smoothing, lse_square_scale, use_token_scaling, accum_dtype = 0.0, 0.0, False, None
-    reduction = "none"
+    reduction, return_gradient_sampling = "none", False
 
     def __post_init__(self):
         for name, value in list(vars(self).items()):
@@ -108,7 +108,8 @@ class LossOptions(LogitOptions):
     reduction: "mean" (over rows, weighted by class weights as in torch), "sum" or "none" (one loss a row).
     use_token_scaling: multiply each row's loss by its detached target probability.
     accum_dtype: dtype in which dW and db are summed where a schedule sums them piecewise.
-    return_z_loss, return_token_accuracy, return_predicted_tokens: metrics to compute besides the loss.
+    return_z_loss, return_token_accuracy, return_predicted_tokens, return_gradient_sampling: metrics to compute besides
+        the loss.
     """
 
     lse_square_scale: float = 0.0
@@ -119,6 +120,7 @@ class LossOptions(LogitOptions):
     return_z_loss: bool = False
     return_token_accuracy: bool = False
     return_predicted_tokens: bool = False
+    return_gradient_sampling: bool = False
 
     def __post_init__(self):
         super().__post_init__()

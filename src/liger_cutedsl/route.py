@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from liger_cutedsl.options import python_scalar
+from liger_cutedsl.sampling import TILE
+
 ENGINES = ("cute", "triton", "torch")
-SCHEDULES = ("recompute", "single_pass")
+SCHEDULES = ("recompute", "single_pass", "sampled")
 # Holds chunks of 2048 tokens of a vocabulary of 128k, with the partial results of every option (541 MiB). Where a
 # larger vocabulary needs more for such a chunk, that is the default.
 DEFAULT_WORKSPACE_MB = 560.0
@@ -25,17 +28,20 @@ class Route:
     """How one call runs.
 
     engine: "cute" (CuTe DSL GEMMs), "triton" (Liger-Kernel's own operator) or "torch".
-    schedule: "recompute" or "single_pass"; "liger" is what the triton engine brings along.
+    schedule: "recompute", "single_pass" or "sampled"; "liger" is what the triton engine brings along.
     dtype: what x and weight are multiplied in.
     tile_width: columns of a vocabulary tile of recompute.  kept: columns whose exponentials it keeps until backward
         instead of recomputing them.  row_block: tokens of a block, of which it takes one after another; 0 for all at
         once. Only the first one's exponentials are kept.
-    chunk: tokens of a chunk of single_pass, or of a forward alone that takes some at a time; 0 for all at once.
+    chunk: tokens of a chunk of single_pass or sampled, or of a forward alone that takes some at a time; 0 for all at
+        once.
     buffers: how many chunks single_pass holds at a time.  chunk_limit: of a split vocabulary, the tokens of a chunk for
         which all its ranks have room.  dw_sum: what single_pass sums dW in, if it does.
     dw_low_bytes: what its sum takes for 8 bits more a number (two_part_sum.py), where it has them: beyond the budget,
         where that is the default.
-    gemms: large matrix products, forward and backward, of 2·N·V·H operations each.
+    pairs: of a row and a tile, for which sampled has room at a time.  expected_pairs: how many a batch of this size has
+        if it keeps the share that the head's last one kept; None where none was. Known to explain() alone.
+    gemms: large matrix products, forward and backward, of 2·N·V·H operations each; the most that sampled takes.
     workspace_bytes: predicted memory beyond inputs, outputs and gradients; 0 where not known (triton).
     copied_bytes: what of it are copies that no schedule can do without: of x and weight in another dtype, of the rows
         that count.  budget: what the rest may take, and who said so.
@@ -54,6 +60,8 @@ class Route:
     chunk_limit: int = 0
     dw_sum: torch.dtype | None = None
     dw_low_bytes: int = 0
+    pairs: int = 0
+    expected_pairs: int | None = None
     gemms: float = 0
     workspace_bytes: int = 0
     copied_bytes: int = 0
@@ -70,6 +78,9 @@ class Route:
         if self.schedule == "single_pass":
             parts.append(f"chunks of {self.chunk} tokens{', two at a time' if self.buffers == 2 else ''}")
             parts += [f"dW summed in {self._dw_sum_in_words()}"] if self.dw_sum else []
+        if self.schedule == "sampled":
+            parts += [f"chunks of {self.chunk} tokens", f"room for {self.pairs} pairs of a token and {TILE} columns"]
+            parts += [] if self.expected_pairs is None else [f"{self.expected_pairs} expected as in the last call"]
         if self.workspace_bytes:
             parts += [f"{self.gemms:.3g} GEMMs", f"{self.workspace_bytes / 2**20:.0f} MiB workspace"]
             copied = self.copied_bytes / 2**20
@@ -92,6 +103,8 @@ class Settings:
 
     engine (LIGER_CUTEDSL_ENGINE): one of ENGINES, or "auto".
     schedule (LIGER_CUTEDSL_SCHEDULE): one of SCHEDULES, or "auto".
+    gradient_sampling (LIGER_CUTEDSL_GRADIENT_SAMPLING): τ ≥ 0. Above 0 a loss's gradients are computed from a sample of
+        the softmax, without bias (schedules/sampled.py); 0 for all of it.
     workspace_mb (LIGER_CUTEDSL_WORKSPACE_MB): MiB a call may use beyond inputs, outputs and gradients, and copies of
         its inputs (Route.copied_bytes). None for the larger of 560 and what a chunk of 2048 tokens takes.
     times: a multiplier of that.  source: who set workspace_mb, in words.
@@ -102,9 +115,12 @@ class Settings:
     workspace_mb: float | None = None
     times: int = 1
     source: str = "workspace_mb"
+    gradient_sampling: float = 0.0
 
     @classmethod
-    def resolve(cls, engine=None, schedule=None, workspace_mb=None, chunk_mem_const=1) -> Settings:
+    def resolve(
+        cls, engine=None, schedule=None, workspace_mb=None, chunk_mem_const=1, gradient_sampling=None
+    ) -> Settings:
         """chunk_mem_const: Liger-Kernel's multiplier of the workspace, a positive int."""
         if isinstance(chunk_mem_const, bool) or not isinstance(chunk_mem_const, int) or chunk_mem_const < 1:
             raise ValueError(f"chunk_mem_const must be a positive int, got {chunk_mem_const!r}")
@@ -115,6 +131,7 @@ class Settings:
             budget,
             chunk_mem_const,
             source,
+            _sampling(gradient_sampling, "LIGER_CUTEDSL_GRADIENT_SAMPLING"),
         )
 
     @property
@@ -143,6 +160,23 @@ def _choice(name: str, argument, variable: str, choices: tuple[str, ...]) -> str
     if value not in (*choices, "auto"):
         raise ValueError(f"{source} must be one of {', '.join(choices)} or auto, got {value!r}")
     return value
+
+
+def _sampling(argument, variable: str) -> float:
+    """τ, 0 where neither is set."""
+    if argument is None:
+        text = os.environ.get(variable) or "0"
+        try:
+            value, source = float(text), variable
+        except ValueError:
+            raise ValueError(f"{variable} must be a number of at least 0, got {text!r}") from None
+    else:
+        value, source = python_scalar(argument), "gradient_sampling"
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"gradient_sampling must be a number of at least 0, got {argument!r}")
+    if not 0.0 <= value < float("inf"):
+        raise ValueError(f"{source} must be a finite number of at least 0, got {value!r}")
+    return float(value)
 
 
 def _positive(name: str, argument, variable: str) -> tuple[float | None, str]:

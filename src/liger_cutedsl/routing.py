@@ -15,7 +15,7 @@ from liger_cutedsl.engines import KernelFailure, architectures, make_engine
 from liger_cutedsl.epilogues import EXACT_INDICES
 from liger_cutedsl.options import LossOptions
 from liger_cutedsl.route import REPLACED, Route, Settings
-from liger_cutedsl.schedules import IN_ORDER_OF_PREFERENCE, liger_triton
+from liger_cutedsl.schedules import IN_ORDER_OF_PREFERENCE, liger_triton, sampled
 from liger_cutedsl.schedules.exponentials import Waiting
 from liger_cutedsl.schedules.footprint import budget, budget_in_words
 from liger_cutedsl.schedules.schedule import Task
@@ -37,7 +37,11 @@ def planned(task: Task, after_first_launch=None, route: Route | None = None):
         return make_engine(route.engine, after_first_launch), route
     name, reason = _choose_engine(task)
     engine = make_engine(name, after_first_launch)
-    route = liger_triton.plan(engine, task, reason) if name == "triton" else _known_plan(engine, task, reason)
+    if name == "triton":
+        reason += "; it makes the whole gradient, no sample" if task.settings.gradient_sampling else ""
+        route = liger_triton.plan(engine, task, reason)
+    else:
+        route = _known_plan(engine, task, reason)
     if route.engine != name:  # another stands in for it (testing.py)
         route = replace(route, engine=name)
     if name != "cute" and task.problem.device.type == "cuda" and task.problem.tokens and task.local.vocab:
@@ -60,6 +64,8 @@ def _known_plan(engine, task: Task, reason: str) -> Route:
     task = replace(task, problem=task.problem.outline(), expected_upstream=None)
     device, tiles = task.problem.device, os.environ.get(architectures.TILES_VARIABLE)
     key = engine.name, task, reason, autocast_dtype(device), Waiting.on(device), tiles
+    if task.settings.gradient_sampling:
+        key += sampled.circumstances(task)
     route = _plans.get(key)
     if route is None:
         if len(_plans) >= MOST_PLANS:
@@ -73,9 +79,13 @@ def _schedule(engine, task: Task, reason: str) -> Route:
     *preferred, last = IN_ORDER_OF_PREFERENCE
     settings, obstacle, allowed = task.settings, None, budget_in_words(engine, task)
     if task.wanted and task.problem.tokens:  # other calls store nothing, whatever the schedule
+        if settings.gradient_sampling and settings.schedule not in ("auto", sampled.NAME):
+            reason = f"{reason}; no sample of the gradient: schedule {settings.schedule!r} was asked for"
         for schedule in preferred:
             forced = settings.schedule == schedule.NAME
             if settings.schedule not in ("auto", schedule.NAME):
+                continue
+            if schedule is sampled and not (forced or settings.gradient_sampling):
                 continue
             obstacle = schedule.obstacle(engine, task)
             if obstacle and forced:
@@ -88,7 +98,9 @@ def _schedule(engine, task: Task, reason: str) -> Route:
                 if forced or _fits(route, engine, task):
                     return replace(route, budget=allowed)
                 obstacle = f"a chunk does not fit {round(budget(engine, task) / 2**20, 3):g} MiB"
-    route = last.plan(engine, task, f"{reason}; {obstacle}" if obstacle else reason)
+            if schedule is sampled:
+                reason = f"{reason}; no sample of the gradient: {obstacle}"
+    route = last.plan(engine, task, f"{reason}; {obstacle}" if obstacle and obstacle not in reason else reason)
     if settings.source != REPLACED and not _fits(route, engine, task):
         _warn_about_budget(route, task, budget(engine, task) / 2**20)
     return replace(route, budget=allowed)

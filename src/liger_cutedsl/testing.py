@@ -22,6 +22,7 @@ from liger_cutedsl import engines, first_call, routing, row_check, rows, shards,
 from liger_cutedsl.compat import in_backward
 from liger_cutedsl.engines import KernelFailure
 from liger_cutedsl.liger import drop_in
+from liger_cutedsl.schedules import kept_shares
 from liger_cutedsl.schedules.exponentials import Waiting
 
 PLANTED = "a CuTe kernel could not be compiled or launched (planted)"
@@ -35,8 +36,9 @@ def kernel_failure() -> str | None:
 
 def reset() -> None:
     """Forgets what this process remembers of earlier calls: a kernel that failed, what was warned about and logged,
-    whether rows were dropped, what backward was given, which calls wait for theirs, which row losses were checked, and
-    how the ranks of a group share a vocabulary (on all of them, or they disagree)."""
+    whether rows were dropped, what backward was given, what share of its pairs a sample kept, which calls wait for
+    their backward, which row losses were checked, and how the ranks of a group share a vocabulary (on all of them, or
+    they disagree)."""
     routing._kernel_failure, routing._warned = None, False
     routing._small_budgets.clear()
     first_call.forget()
@@ -45,6 +47,7 @@ def reset() -> None:
     row_check.forget()
     rows.TargetCheck._dropped_last_time.clear()
     upstream._histories.clear()
+    kept_shares.forget()
     Waiting.forget()
     shards._known_shards.clear()
 

@@ -17,7 +17,7 @@ import torch
 from liger_cutedsl.autograd import Call, begun, forward_of, gradients_of, run_with_gradients, with_fallback
 from liger_cutedsl.call import DIFFERENTIABLE, TENSORS, Gradients, WantedGradients
 from liger_cutedsl.checks import check_tensors
-from liger_cutedsl.cross_entropy import LossOutput
+from liger_cutedsl.cross_entropy import SAMPLING_METRICS, LossOutput
 from liger_cutedsl.custom_ops import (
     TENSORS_SCHEMA,
     Arguments,
@@ -56,22 +56,28 @@ class _Arguments(Arguments):
             "z_loss": (per_row, dtype) if options.return_z_loss else None,
             "token_accuracy": (per_row, torch.float32) if options.return_token_accuracy else None,
             "predicted_tokens": (rows, torch.int64) if options.return_predicted_tokens else None,
+            **dict.fromkeys(SAMPLING_METRICS, ((), torch.float32) if options.return_gradient_sampling else None),
             **(self.gradients(self.wanted.kept()) if self.in_forward else dict.fromkeys(DIFFERENTIABLE)),
             "lse": (rows, dtype) if later else None,
             "target_logit": (rows, dtype) if later else None,
         }
 
 
-def run_compiled(tensors, options: dict, engine, schedule, workspace_mb, chunk_mem_const) -> LossOutput:
+def run_compiled(
+    tensors, options: dict, engine, schedule, workspace_mb, chunk_mem_const, gradient_sampling
+) -> LossOutput:
     """autograd.run for tensors in the order of TENSORS, written so that torch.compile can trace it."""
     named = dict(zip(TENSORS, tensors, strict=True))
-    values = call_values(_DEFAULTS | options, named, engine, schedule, workspace_mb, chunk_mem_const)
-    loss, z_loss, accuracy, predicted, *_ = FLCE(*tensors, *values)
+    how = (engine, schedule, workspace_mb, chunk_mem_const)
+    values = call_values(_DEFAULTS | options, named, *how, gradient_sampling=gradient_sampling)
+    loss, z_loss, accuracy, predicted, *others = FLCE(*tensors, *values)
+    sampling = others[: len(SAMPLING_METRICS)] if options.get("return_gradient_sampling") else ()
     return LossOutput(
         loss,
         z_loss if options.get("return_z_loss") else None,
         accuracy if options.get("return_token_accuracy") else None,
         predicted if options.get("return_predicted_tokens") else None,
+        *sampling,
     )
 
 
@@ -171,7 +177,7 @@ def _flce_factor(grad, *_inputs):
 
 FLCE = define(
     "flce",
-    f"({TENSORS_SCHEMA}, {_CALL}) -> ({', '.join(['Tensor'] * 9)})",
+    f"({TENSORS_SCHEMA}, {_CALL}) -> ({', '.join(['Tensor'] * 12)})",
     _flce,
     _flce_fake,
     _backward,

@@ -34,12 +34,17 @@ class TwoPartSum:
     low: torch.Tensor
 
     @classmethod
-    def zero(cls, high: torch.Tensor) -> TwoPartSum:
-        """In the memory of high, contiguous."""
+    def of(cls, high: torch.Tensor) -> TwoPartSum:
+        """In the memory of high, contiguous: what it holds, and nothing more."""
         rows, columns = high.shape
         width = -(-columns // ROW_MULTIPLE) * ROW_MULTIPLE
         low = torch.zeros(rows, width, dtype=torch.uint8, device=high.device)
-        return cls(high.zero_(), low[:, :columns])
+        return cls(high, low[:, :columns])
+
+    @classmethod
+    def zero(cls, high: torch.Tensor) -> TwoPartSum:
+        """In the memory of high, contiguous."""
+        return cls.of(high.zero_())
 
     def rows(self, rows: slice) -> TwoPartSum:
         return TwoPartSum(self.high[rows], self.low[rows])

@@ -134,13 +134,13 @@ def on_torch_engine(kernel: str, problem: Problem, out: torch.Tensor, lse=None, 
 def replace_gpu(matmul, multiprocessors: int) -> None:
     """For whole_operator.py: the package's plain products, page-locked memory and questions about the GPU."""
     from liger_cutedsl import gemm, routing, rows
-    from liger_cutedsl.schedules import gradient_sink, selected, single_pass
+    from liger_cutedsl.schedules import forward_gradients, gradient_sink, selected
 
     slots = torch.zeros(rows.SLOTS, rows.PARTS, 4, dtype=torch.int64).unbind()
     rows._pinned_slots = lambda: slots
     routing.cute_obstacle = lambda *_: None
     cute_engine.multiprocessors = lambda _: multiprocessors
-    gemm.matmul = gradient_sink.matmul = single_pass.matmul = selected.matmul = matmul
+    gemm.matmul = gradient_sink.matmul = forward_gradients.matmul = selected.matmul = matmul
 
 
 def _log_probs(*tensors):

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from liger_cutedsl.tiling import H200, Calibration
 
-KERNELS = ("forward", "backward", "exp", "exp-options", "dw-sum")  # what has a tile of its own; see cute_kernels.py
+# What has a tile of its own; see cute_kernels.py.
+KERNELS = ("forward", "backward", "exp", "exp-options", "exp-sampled", "dw-sum")
 TILES_VARIABLE = "LIGER_CUTEDSL_TILES"
 
 
@@ -80,9 +81,10 @@ _HOPPER_TILES = {
     # With any option the epilogue of 128x192 runs out of registers (685 spilled words with all of them).
     "exp-options": GemmTile(128, 128, 2, 1, pingpong=True),
     "dw-sum": GemmTile(128, 192, 2, 1, pingpong=True),
+    "exp-sampled": GemmTile(128, 128, 2, 1, pingpong=True),  # sampling.TILE columns, as on every architecture
 }
 # The widest 2-SM tile: two CTAs share one 256 × 256 tcgen05 MMA. Not measured (no Blackwell GPU).
-_BLACKWELL_TILES = dict.fromkeys(KERNELS, GemmTile(256, 256, 2, 1))
+_BLACKWELL_TILES = dict.fromkeys(KERNELS, GemmTile(256, 256, 2, 1)) | {"exp-sampled": GemmTile(256, 128, 2, 1)}
 # Warp-level MMAs, no clusters; no word spilled with any option. Not measured.
 _GEFORCE_TILES = dict.fromkeys(KERNELS, GemmTile(128, 128, 1, 1))
 

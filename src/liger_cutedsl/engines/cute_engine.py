@@ -13,7 +13,9 @@ from liger_cutedsl.call import Problem
 from liger_cutedsl.cross_entropy import Plain
 from liger_cutedsl.engines.architectures import Architecture, GemmTile, to_compile_for
 from liger_cutedsl.engines.cute_kernels import backward_kernel, exp_kernel, forward_kernel, sum_kernel
+from liger_cutedsl.engines.cute_operands import tma_operand, vector_operand
 from liger_cutedsl.engines.cute_ops import OnlineArgmax
+from liger_cutedsl.engines.cute_pairs import CutePairs
 from liger_cutedsl.engines.engine import KernelFailure
 from liger_cutedsl.epilogues import EpilogueFlags, capped, exp_headroom, vocabulary_operands
 from liger_cutedsl.gemm import multiprocessors
@@ -35,10 +37,9 @@ WIDEST_TILE, NARROWEST_TILE = 13056, 1024
 NARROWEST_WHERE_NONE_FITS = 3072
 # Tokens of a chunk of exponentials. Twice as many gain about 1% for twice the memory.
 LARGEST_CHUNK = 4096
-ROW_ALIGNMENT = 16  # bytes: what the copy engine (TMA) wants of addresses and row strides
 
 
-class CuteEngine:
+class CuteEngine(CutePairs):
     """An Engine of quack's GEMMs and the passes of triton_kernels.py.
 
     launch: False compiles the kernels and leaves results undefined (python -m liger_cutedsl compile).
@@ -69,7 +70,7 @@ class CuteEngine:
         self, problem: Problem, out: torch.Tensor, fold: bool = True
     ) -> tuple[RowStatistics, torch.Tensor, torch.Tensor]:
         flags, headroom = EpilogueFlags.of(problem), exp_headroom(problem.x.dtype)
-        arguments, tile, ragged = self._row_arguments(exp_kind(problem.options), flags, problem)
+        arguments, tile, ragged = self._row_arguments(exp_kind(problem.options, problem.sampled), flags, problem)
         sums, maxima = _partials(problem, tile), _partials(problem, tile)
         arguments.update(sum_exp=sums, tile_max_out=maxima, tile_max=tile.tile_n)
         arguments |= {name: torch.empty_like(sums) for name in flags.moments[2:]}
@@ -164,14 +165,14 @@ class CuteEngine:
         return 0
 
     def exp_tile(self, problem: Problem) -> int:
-        return tile_of(exp_kind(problem.options), problem.x).tile_n
+        return tile_of(exp_kind(problem.options, problem.sampled), problem.x).tile_n
 
     def chunk_size(self, problem: Problem, fitting: int) -> int:
         """The chunk for which the GEMMs fill the GPU best, among those that fit."""
         largest = min(fitting, LARGEST_CHUNK)
         if problem.tokens <= largest:
             return problem.tokens
-        return self._waves(exp_kind(problem.options), problem).best_chunk(
+        return self._waves(exp_kind(problem.options, problem.sampled), problem).best_chunk(
             problem.tokens, problem.vocab, problem.hidden, largest
         )
 
@@ -259,31 +260,13 @@ def _partials(problem: Problem, tile: GemmTile, count: int = 1, dtype=torch.floa
     return torch.empty(problem.tokens, count * tiles, dtype=dtype, device=problem.device)
 
 
-def exp_kind(options: LogitOptions) -> str:
+def exp_kind(options: LogitOptions, sampled: bool = False) -> str:
     """The name of exp_chunk's tile in architectures.py."""
+    if sampled:
+        return "exp-sampled"
     sums = options.needs_weighted_sum or options.needs_argmax or options.needs_moments
     with_options = options.softcap is not None or sums
     return "exp-options" if with_options else "exp"
-
-
-def tma_operand(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix itself where TMA can read it: rows contiguous, address and row stride multiples of 16 bytes."""
-    size = matrix.element_size()
-    row_stride = matrix.stride(0) if matrix.shape[0] > 1 else matrix.shape[1]
-    readable = (
-        matrix.stride(1) == 1
-        and row_stride * size % ROW_ALIGNMENT == 0
-        and row_stride >= matrix.shape[1]
-        and matrix.data_ptr() % ROW_ALIGNMENT == 0
-    )
-    return matrix if readable else matrix.clone(memory_format=torch.contiguous_format)
-
-
-def vector_operand(vector: torch.Tensor) -> torch.Tensor:
-    """The vector itself where its elements are contiguous and its address is a multiple of 16 bytes, as the kernels
-    were compiled for; else a copy."""
-    readable = vector.is_contiguous() and vector.data_ptr() % ROW_ALIGNMENT == 0
-    return vector if readable else vector.clone(memory_format=torch.contiguous_format)
 
 
 def _readable_operands(names, problem: Problem, tile: Tile) -> dict:

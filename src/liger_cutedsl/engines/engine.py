@@ -10,6 +10,7 @@ from liger_cutedsl.call import Problem
 from liger_cutedsl.cross_entropy import Plain
 from liger_cutedsl.objective import RowCoefficients
 from liger_cutedsl.row_statistics import RowStatistics
+from liger_cutedsl.sampling import ByTile, Draw, Packed, Segment, Selection
 from liger_cutedsl.tiling import Tile
 from liger_cutedsl.two_part_sum import TwoPartSum
 
@@ -82,6 +83,45 @@ class Engine(Protocol):
         x (n, H)."""
         ...
 
+    # What the sampled schedule asks for beside, of problems with `sampled` set.
+
+    def select_pairs(self, draw: Draw) -> Selection:
+        """Which pairs are kept, counted: sampling.shares and sampling.kept_pairs, with the same random numbers."""
+        ...
+
+    def pack_pairs(
+        self,
+        problem: Problem,
+        e: torch.Tensor,
+        coefficients: RowCoefficients,
+        selection: Selection,
+        into: Packed,
+        segment: Segment,
+    ) -> None:
+        """Writes the selection's pairs, drawn again, to their places in `into`, segment.count of them at most: rows
+        (segment.row + the row of e), factors and dz/q. e (n, V) is what exp_chunk wrote, and stays. coefficients: those
+        of these n rows, without c; the target's element is fix. Row vectors are contiguous."""
+        ...
+
+    def pairs_by_tile(self, packed: Packed, vocab: int) -> ByTile:
+        """The pairs of all segments, of which there may be none, as the products take them: in memory of their own, as
+        much as dz of the pairs takes in `packed`."""
+        ...
+
+    def dx_of_pairs(self, pairs: ByTile, weight: torch.Tensor, out: torch.Tensor) -> None:
+        """out (n, H) += Σ of pairs dz·W[tile], in any order: out[i] is of the call's row packed.first_row + i. out: the
+        compute dtype. weight (V, H) as the problem for kernels has it."""
+        ...
+
+    def dw_of_pairs(self, pairs: ByTile, x: torch.Tensor, out: torch.Tensor, alpha: float, beta: float) -> None:
+        """out (V, H) = beta·out + alpha·Σ of pairs dzᵀ·x[row], summed in the compute dtype and rounded once. All rows
+        are written; for beta = 0 out is not read. x (N, H): all rows of the call."""
+        ...
+
+    def column_sums_of_pairs(self, pairs: ByTile, vocab: int) -> torch.Tensor:
+        """Σ of pairs dz (vocab,) in float32, or float64 for such dz."""
+        ...
+
     def gemm_operand(self, matrix: torch.Tensor) -> torch.Tensor:
         """The matrix in the dtype in which this engine multiplies it with dz: itself, or a wider copy."""
         ...
@@ -123,7 +163,7 @@ class Engine(Protocol):
         ...
 
     def exp_tile(self, problem: Problem) -> int:
-        """Columns that share a maximum in exp_chunk."""
+        """Columns that share a maximum in exp_chunk: sampling.TILE where problem.sampled says so."""
         ...
 
     def chunk_size(self, problem: Problem, fitting: int) -> int:

@@ -10,6 +10,7 @@ import torch
 
 from liger_cutedsl.call import Problem
 from liger_cutedsl.cross_entropy import Plain
+from liger_cutedsl.engines.torch_pairs import TorchPairs, pair_temporaries
 from liger_cutedsl.epilogues import (
     LOWEST_MAXIMUM,
     EpilogueFlags,
@@ -25,6 +26,7 @@ from liger_cutedsl.epilogues import (
 from liger_cutedsl.gemm import matmul
 from liger_cutedsl.objective import RowCoefficients
 from liger_cutedsl.row_statistics import RowStatistics, combined, over_parts
+from liger_cutedsl.sampling import TILE
 from liger_cutedsl.tiling import FORWARD_ROWS, Tile, slices, vocabulary_tiles
 from liger_cutedsl.two_part_sum import TwoPartSum
 
@@ -32,7 +34,7 @@ WIDEST_TILE = 8192  # wider ones gain nothing
 SUM_ROWS, SUM_TEMPORARIES = 256, 8  # rows of dW that are added to at a time, and float32 numbers of each of theirs
 
 
-class TorchEngine:
+class TorchEngine(TorchPairs):
     """An Engine that needs nothing but PyTorch.
 
     dz_dtype: the dtype of dz between its GEMM and the gradient GEMMs; None for the compute dtype.
@@ -158,7 +160,7 @@ class TorchEngine:
 
     def exp_tile(self, problem: Problem) -> int:
         """As many as in the CuTe engine on Hopper, so that tests see their edges."""
-        return 192
+        return TILE if problem.sampled else 192
 
     def chunk_size(self, problem: Problem, fitting: int) -> int:
         return fitting
@@ -176,7 +178,8 @@ class TorchEngine:
         options = problem.options
         temporaries = 6 + 2 * (problem.bias is not None) + 5 * (options.softcap is not None) + options.needs_argmax
         temporaries += 4 * options.needs_moments
-        return problem.compute_dtype.itemsize * temporaries * rows * self.exp_tile(problem)
+        of_tile = problem.compute_dtype.itemsize * temporaries * rows * self.exp_tile(problem)
+        return max(of_tile, pair_temporaries(problem, rows)) if problem.sampled else of_tile
 
     def _accumulator(self, x: torch.Tensor, problem: Problem, tile: Tile) -> torch.Tensor:
         acc = x.new_empty(problem.tokens, tile.width)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from liger_cutedsl.schedules import liger_triton, recompute, single_pass
+from liger_cutedsl.schedules import liger_triton, recompute, sampled, single_pass
 from liger_cutedsl.schedules.schedule import Schedule
 
-IN_ORDER_OF_PREFERENCE: tuple[Schedule, ...] = (single_pass, recompute)
+IN_ORDER_OF_PREFERENCE: tuple[Schedule, ...] = (sampled, single_pass, recompute)
 
 
 _BY_NAME = {schedule.NAME: schedule for schedule in (*IN_ORDER_OF_PREFERENCE, liger_triton)}

@@ -9,18 +9,34 @@ import torch
 from liger_cutedsl import objectives
 from liger_cutedsl.call import Problem
 from liger_cutedsl.cross_entropy import LossOutput, Plain, is_plain
+from liger_cutedsl.objective import RowCoefficients
 from liger_cutedsl.row_statistics import RowStatistics, combined
 from liger_cutedsl.schedules import chunk_dz
 
 
+class BegunRows(NamedTuple):
+    """Rows whose exponentials are there: lse (n,), the tiles' maxima and sums as Engine.exp_chunk returns them, and
+    what dz is made with."""
+
+    lse: torch.Tensor
+    maxima: torch.Tensor
+    sums: torch.Tensor
+    coefficients: RowCoefficients
+
+
 def rows_of(engine, problem: Problem, weigh) -> PlainRows | RowsByObjective:
-    """For a problem as the kernels read it.  weigh() → what is known behind the first GEMM (single_pass._Weighing)."""
+    """For a problem as the kernels read it.  weigh() → forward_gradients.Weighing, known behind the first GEMM."""
     plain = is_plain(problem) and problem.weight_grad_buffer is None
     return (PlainRows if plain else RowsByObjective)(engine, problem, weigh)
 
 
 class RowsByObjective:
-    """Of any loss, by PyTorch on (n,) vectors."""
+    """Of any loss, by PyTorch on (n,) vectors.
+
+    size: |a| of every row that counts, known behind the first GEMM; None where rows differ.
+    """
+
+    size = None
 
     def __init__(self, engine, problem: Problem, weigh):
         self.engine, self.problem, self.weigh = engine, problem, weigh
@@ -29,11 +45,19 @@ class RowsByObjective:
 
     def dz_of(self, chunk: slice, part: Problem, dz: torch.Tensor, column_sums: bool) -> torch.Tensor | None:
         """Writes dz (n, V) of some rows; Σ_i dz (V,) where asked for."""
-        waiting, weighing = chunk_dz.begun(self.engine, part, dz), self.weigh()
+        waiting = chunk_dz.begun(self.engine, part, dz)
+        return waiting.finish(waiting.stats.lse, self._coefficients(chunk, part, waiting.stats), column_sums)
+
+    def begun(self, chunk: slice, part: Problem, e: torch.Tensor) -> BegunRows:
+        """Writes exponentials (n, V) of some rows."""
+        stats, maxima, sums = self.engine.exp_chunk(part, out=e)
+        return BegunRows(stats.lse, maxima, sums, self._coefficients(chunk, part, stats))
+
+    def _coefficients(self, chunk: slice, part: Problem, stats: RowStatistics) -> RowCoefficients:
+        weighing = self.weigh()
         rows = weighing.rows.of(chunk)
-        self.pieces.append(objectives.evaluated(waiting.stats, rows, part))
-        found = self.objective.coefficients(self.pieces[-1], rows, part, weighing.upstream, weighing.dz_scale)
-        return waiting.finish(waiting.stats.lse, found, column_sums)
+        self.pieces.append(objectives.evaluated(stats, rows, part))
+        return self.objective.coefficients(self.pieces[-1], rows, part, weighing.upstream, weighing.dz_scale)
 
     def statistics(self) -> RowStatistics:
         """Of all rows."""
@@ -53,15 +77,25 @@ class PlainRows:
         rows = torch.empty(4, padded, dtype=problem.compute_dtype, device=problem.device)
         self.rows = rows[:, : problem.tokens]
 
+    @property
+    def size(self) -> float:
+        weighing = self.weigh()
+        return abs(weighing.dz_scale * weighing.rows.inverse_d)
+
     def dz_of(self, chunk: slice, part: Problem, dz: torch.Tensor, column_sums: bool) -> torch.Tensor | None:
         """Writes dz (n, V) of some rows; Σ_i dz (V,) where asked for."""
-        stats, maxima, sums = self.engine.exp_chunk(part, out=dz, fold=False)
+        begun = self.begun(chunk, part, dz)
+        return self.engine.scale_chunk(part, dz, begun.maxima, begun.lse, begun.coefficients, column_sums)
+
+    def begun(self, chunk: slice, part: Problem, e: torch.Tensor) -> BegunRows:
+        """Writes exponentials (n, V) of some rows."""
+        stats, maxima, sums = self.engine.exp_chunk(part, out=e, fold=False)
         weighing = self.weigh()
         share = weighing.rows.inverse_d
         ignored = None if weighing.rows.ignored is None else self.ignore_index
         plain = Plain(self.rows[:, chunk], weighing.dz_scale * share, share, ignored)
         self.engine.fold_plain(part, stats, maxima, sums, plain)
-        return self.engine.scale_chunk(part, dz, maxima, plain.rows[0], plain.coefficients, column_sums)
+        return BegunRows(plain.rows[0], maxima, sums, plain.coefficients)
 
     def results(self) -> LossOutput:
         return LossOutput(self.rows[3].sum())

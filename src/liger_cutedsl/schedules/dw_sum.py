@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from liger_cutedsl.call import Problem, WantedGradients
@@ -12,6 +13,10 @@ from liger_cutedsl.two_part_sum import low_bytes
 
 # dW may be rounded to 16 bits this often: its error is then some 2.5 times that of one rounding.
 MOST_ROUNDINGS = 8
+
+# A second part takes what the later roundings of many take off. The sum is small before: of k chunks the first m lose
+# what m²/k roundings would, in all. So many are allowed: a chunk's product in two parts takes a tenth longer, or so.
+ROUNDED_AS_OFTEN = 12
 
 # Where it would be more often, and no budget was asked for, 8 bits more a number may take what is allowed to be there
 # beside this share of inputs and gradients.
@@ -33,11 +38,17 @@ def roundings(problem: Problem, sums: WantedGradients, chunk: int) -> int:
     return -(-problem.tokens // chunk) if narrow else 0
 
 
+def in_16_bits(chunks: int) -> int:
+    """How many of so many chunks are added before the sum has a second part."""
+    return min(math.isqrt(ROUNDED_AS_OFTEN * chunks), chunks)
+
+
 def second_part(task: Task, sums: WantedGradients, chunk: int) -> int:
     """The bytes that a second part of dW's sum would take, where dW would be rounded often without; 0 where not, or
     where there is none: over a split vocabulary, and in the caller's buffer."""
     problem = task.local
-    often = roundings(problem, sums, chunk) > MOST_ROUNDINGS
+    count = roundings(problem, sums, chunk)
+    often = count > max(MOST_ROUNDINGS, in_16_bits(count))
     if not often or problem.weight_grad_buffer is not None or task.split.sums_dx:
         return 0
     if problem.hidden % ROW_MULTIPLE or problem.gemm_dtype != sums.weight:

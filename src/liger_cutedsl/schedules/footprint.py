@@ -14,6 +14,7 @@ import torch
 from liger_cutedsl import gemm
 from liger_cutedsl.call import Problem, WantedGradients
 from liger_cutedsl.route import DEFAULT_CHUNK, DEFAULT_SPLIT_CHUNK
+from liger_cutedsl.sampling import pair_bytes
 from liger_cutedsl.schedules.schedule import Task
 from liger_cutedsl.tiling import CAST_COLUMNS, SPARE_COLUMNS
 
@@ -116,11 +117,33 @@ def _second_chunk_bytes(engine, task: Task, chunk: int, held: int) -> int:
     return (held - 1) * (_stored_bytes(engine, problem, chunk) + maxima) + dx
 
 
+def sampled_bytes(engine, task: Task, sums: WantedGradients, chunk: int, pairs: int) -> int:
+    """pairs: for which there is room.  task: of a sampled problem. A chunk beside the pairs, or these and their copies
+    by tile; dX is summed in what the exponentials of a chunk took."""
+    taken = pairs * pair_bytes(engine.dz_dtype(task.local.gemm_dtype))
+    return max(single_pass_bytes(engine, task, sums, chunk, beside=taken), _of_sums(task, sums) + 2 * taken)
+
+
+def fitting_pairs(engine, task: Task, sums: WantedGradients, chunk: int, allowed: int) -> int:
+    """For how many the allowed bytes have room; below 0 where a chunk alone does not fit."""
+    beside_chunk = allowed - single_pass_bytes(engine, task, sums, chunk)
+    room = min(beside_chunk, (allowed - _of_sums(task, sums)) // 2)
+    return room // pair_bytes(engine.dz_dtype(task.local.gemm_dtype))
+
+
+def _of_sums(task: Task, sums: WantedGradients) -> int:
+    """Copies, and what sums of gradients take beyond the gradients."""
+    problem = task.local
+    returned = gradient_bytes(problem, task.returned, task.dropped)
+    return copied_bytes(task) + gradient_bytes(problem, sums) - returned
+
+
 def single_pass_bytes(
-    engine, task: Task, sums: WantedGradients, chunk: int, held: int | None = None, low: int = 0
+    engine, task: Task, sums: WantedGradients, chunk: int, held: int | None = None, low: int = 0, beside: int = 0
 ) -> int:
     """sums: what gradients are summed in, as dw_sum.sum_dtypes says, until they are rounded.  held: buffers(),
-    where another number is asked for.  low: bytes of the lower part of dW's sum (two_part_sum.py)."""
+    where another number is asked for.  low: bytes of the lower part of dW's sum (two_part_sum.py).  beside: what else
+    is alive with a chunk."""
     problem, wanted, copies = task.local, task.returned, copied_bytes(task)
     sums = sums if wanted.weight is not None else replace(sums, weight=None)
     returned = gradient_bytes(problem, wanted, task.dropped)
@@ -129,7 +152,7 @@ def single_pass_bytes(
     of_chunk = chunk_bytes(engine, problem, task.wanted, chunk)
     if low:
         of_chunk = max(of_chunk, _stored_bytes(engine, problem, chunk) + engine.add_product_bytes(problem))
-    forward = copies + summed + of_chunk + second + low - returned
+    forward = copies + summed + of_chunk + second + low + beside - returned
     late = wanted.kept()  # float16's wait in float32
     changing = [final if final != kept else None for final, kept in zip(late, sums, strict=True)]
     rounding = copies + summed + gradient_bytes(problem, WantedGradients(*changing)) - returned

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from liger_cutedsl.call import Gradients, Problem, WantedGradients
-from liger_cutedsl.cross_entropy import LossOutput
+from liger_cutedsl.cross_entropy import LossOutput, of_exact_gradients
 from liger_cutedsl.route import Route
 from liger_cutedsl.schedules.kept import KeptGradients
 from liger_cutedsl.schedules.schedule import Task
@@ -77,7 +77,8 @@ def _call(problem: Problem, route: Route, wanted: WantedGradients, token_grad_ou
     dtypes = (wanted.x, wanted.weight, wanted.bias)
     gradients = Gradients(*(None if d is None else g.to(d) for d, g in zip(dtypes, grads, strict=True)))
     z_loss = None if z_loss is None else z_loss.to(loss.dtype)  # Liger's is in x's dtype
-    return LossOutput(loss, z_loss, accuracy, predicted), gradients
+    sampling = of_exact_gradients(loss.device) if options.return_gradient_sampling else ()
+    return LossOutput(loss, z_loss, accuracy, predicted, *sampling), gradients
 
 
 def _readable(problem: Problem) -> Problem:

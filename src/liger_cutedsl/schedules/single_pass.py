@@ -5,10 +5,9 @@
                      dX[chunk] = dz·W;  dW += dzᵀ·x;  db += Σ_i dz
     backward:        the gradients times the upstream gradient, a scalar: at once in forward where it is expected
 
-Faster than `recompute` by the fourth GEMM; dW is rounded once per chunk unless its sum is wider (Route.dw_sum) or has a
-second part (Route.dw_low_bytes). It
-cannot know the upstream gradient, so reduction="none" takes `recompute`; and calls without gradients store no
-exponentials.
+Faster than `recompute` by the fourth GEMM; dW is rounded once per chunk unless its sum is wider (Route.dw_sum) or,
+where chunks are many, has a second part for the later ones (Route.dw_low_bytes). It cannot know the upstream gradient,
+so reduction="none" takes `recompute`; and calls without gradients store no exponentials.
 
 fp16's gradients are kept in fp32 until the upstream gradient is known (WantedGradients.kept).
 
@@ -22,33 +21,28 @@ as many tokens as fit the budget of each (Route.chunk_limit), which they tell ea
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from liger_cutedsl.call import Gradients, Problem, WantedGradients
 from liger_cutedsl.cross_entropy import LossOutput
-from liger_cutedsl.gemm import matmul
-from liger_cutedsl.objective import RowWeights, dz_unit, row_weights
 from liger_cutedsl.route import DEFAULT_CHUNK, DEFAULT_SPLIT_CHUNK, Route
 from liger_cutedsl.schedules import dw_sum, footprint, overlapped
 from liger_cutedsl.schedules.chunk_rows import rows_of
 from liger_cutedsl.schedules.exponentials import exponentials_buffer
+from liger_cutedsl.schedules.forward_gradients import GradientSink, Weighing
 from liger_cutedsl.schedules.kept import AddedInForward, KeptGradients
 from liger_cutedsl.schedules.recompute import state_of
 from liger_cutedsl.schedules.schedule import Task, gemms
 from liger_cutedsl.split import equal_chunk
 from liger_cutedsl.tiling import TILE_QUANTUM, slices
-from liger_cutedsl.two_part_sum import TwoPartSum
-from liger_cutedsl.weight_grad_buffer import WeightGradBuffer
 
 NAME = "single_pass"
 
 # It reads and writes all of dW once a chunk. Chunks smaller than this cost more than the GEMM they save.
 SMALLEST_CHUNK = 512
 
-# fp16's dz is at most twice this, an eighth of fp16's largest number; the GEMMs, summing in fp32, take it down again.
-FP16_DZ = 2.0**12
 
 # Why "auto" leaves a split vocabulary to recompute, on every device alike. (If it did not, ranks would have to agree on
 # whether chunks fit, too.)
@@ -144,15 +138,16 @@ def _fitting_split_chunk(engine, task: Task, sums: WantedGradients, allowed: int
 def forward(engine, task: Task, route: Route) -> tuple[LossOutput, KeptGradients]:
     wanted, sums = task.wanted, replace(dw_sum.sum_dtypes(task.local, task.wanted), weight=route.dw_sum)
     if task.split.sums_dx:
-        weigh = functools.partial(_Weighing.of, task.local, engine.dz_dtype(route.dtype), None)
-        return overlapped.forward(engine, task, route, sums, _GradientSink, weigh)
+        weigh = functools.partial(Weighing.of, task.local, engine.dz_dtype(route.dtype), None)
+        return overlapped.forward(engine, task, route, sums, GradientSink, weigh)
     problem = task.problem
     added_to = None if sums.weight is None else problem.weight_grad_buffer
     sums = sums if added_to is None else replace(sums, weight=None)
-    sink = _GradientSink(engine, sums.allocate(problem), problem.tokens, added_to, two_parts=route.dw_low_bytes > 0)
+    in_16_bits = dw_sum.in_16_bits(-(-problem.tokens // route.chunk)) if route.dw_low_bytes else None
+    sink = GradientSink(engine, sums.allocate(problem), problem.tokens, added_to, in_16_bits)
     problem = problem.for_kernels(route.dtype)
     dz_dtype = engine.dz_dtype(problem.x.dtype)
-    weigh = functools.cache(functools.partial(_Weighing.of, problem, dz_dtype, task.expected_upstream))
+    weigh = functools.cache(functools.partial(Weighing.of, problem, dz_dtype, task.expected_upstream))
     rows = rows_of(engine, problem, weigh)
     buffer = exponentials_buffer(problem, min(route.chunk, problem.tokens), dz_dtype)
     for chunk in slices(problem.tokens, route.chunk):
@@ -167,83 +162,8 @@ def forward(engine, task: Task, route: Route) -> tuple[LossOutput, KeptGradients
     return rows.results(), kept
 
 
-@dataclass(frozen=True)
-class _Weighing:
-    """What is made of exponentials, known behind the first GEMM: the rows' weights; dz_scale, what dz is stored times,
-    and alpha, what takes it off again; the upstream gradient that is expected."""
-
-    rows: RowWeights
-    vectors: torch.dtype
-    device: torch.device
-    dz_scale: float
-    alpha: float
-    expected: float
-
-    @classmethod
-    def of(cls, problem: Problem, dz_dtype: torch.dtype, expected_upstream, rows: RowWeights | None = None):
-        """rows: those of a split vocabulary; None for one process."""
-        scale = dz_unit(problem, dz_dtype) * (FP16_DZ if dz_dtype == torch.float16 else 1.0)
-        expected = 1.0 if expected_upstream is None else expected_upstream(problem)
-        rows = row_weights(problem) if rows is None else rows
-        return cls(rows, problem.compute_dtype, problem.device, scale, problem.options.scale / scale, expected)
-
-    @functools.cached_property
-    def upstream(self) -> LossOutput:
-        """Of 1, on the device."""
-        return LossOutput(torch.ones((), dtype=self.vectors, device=self.device))
-
-
 def backward(engine, task: Task, route: Route, state, upstream: torch.Tensor) -> Gradients:
     raise NotImplementedError("single_pass keeps gradients, and no state of its own")
-
-
-class _GradientSink:
-    """Turns chunks of dz into dX, dW and db, for the upstream gradient that is expected.
-
-    That enters dW with the last chunk, as a factor of the sum so far too: each sum before is the same whatever is
-    expected, and so is the result but for its one rounding. A buffer of the caller's, which holds other gradients too,
-    gets each chunk's with it.
-    """
-
-    def __init__(
-        self,
-        engine,
-        gradients: Gradients,
-        tokens: int,
-        buffer: WeightGradBuffer | None = None,
-        two_parts: bool = False,
-    ):
-        """gradients: uninitialised.  two_parts: dW's sum has a second one until it is complete."""
-        self.engine, self.gradients, self.tokens, self.buffer = engine, gradients, tokens, buffer
-        self.dw = TwoPartSum.zero(gradients.weight) if two_parts else None
-
-    def add(
-        self, dz: torch.Tensor, column_sums: torch.Tensor | None, part: Problem, chunk: slice, weighing: _Weighing
-    ) -> None:
-        grads, first, last = self.gradients, chunk.start == 0, chunk.stop == self.tokens
-        factor = weighing.expected if last else 1.0
-        if grads.x is not None:
-            alpha = weighing.alpha * weighing.expected
-            matmul(dz, self.engine.gemm_operand(part.weight), out=grads.x[chunk], alpha=alpha)
-        if self.dw is not None:
-            self.engine.add_product(dz, part.x, self.dw, weighing.alpha * factor, factor)
-        elif grads.weight is not None:
-            x = self.engine.gemm_operand(part.x)
-            matmul(dz.t(), x, out=grads.weight, beta=0.0 if first else factor, alpha=weighing.alpha * factor)
-        if self.buffer is not None:
-            self.buffer.forward_began, rows = True, self.buffer.tensor[: part.vocab]
-            alpha = weighing.alpha * weighing.expected
-            matmul(dz.t(), self.engine.gemm_operand(part.x), out=rows, beta=1.0, alpha=alpha)
-        if grads.bias is not None:
-            alpha = weighing.alpha
-            torch.mul(column_sums, alpha, out=grads.bias) if first else grads.bias.add_(column_sums, alpha=alpha)
-            if factor != 1.0:
-                grads.bias.mul_(factor)
-
-    def take(self) -> Gradients:
-        """The sums, which belong to the caller alone then."""
-        gradients, self.gradients, self.dw = self.gradients, None, None
-        return gradients
 
 
 def fp16_scale_fits(problem: Problem) -> bool:
