@@ -4,6 +4,8 @@ python -m benchmark                 every sweep, into benchmark/results/<gpu>.js
 python -m benchmark --quick         one shape, under two minutes        --cpu    the harness without a GPU
 python -m benchmark report          writes README's table, docs/figures.md and the plots from the committed results
 python -m benchmark steps           whole training steps of Hugging Face models    (--model NAME, --cpu, --out)
+python -m benchmark density         what sampled gradients keep and lose on SmolLM2's logits    (--cpu, --out, --folder)
+python -m benchmark train           SmolLM2 trained with them  (--cpu, --out, --folder, --steps, --seconds, --workers)
 python -m benchmark kernels         where a call's time goes, by kernel and on the host    (--model NAME)
 python -m benchmark roofline        predicted times, checked against the measured ones
 """
@@ -20,7 +22,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmark import kernels, report, roofline, steps
+from benchmark import density, kernels, report, roofline, smollm2, steps, train
 from benchmark.implementations import IMPLEMENTATIONS
 from benchmark.measure import DISTRIBUTIONS, gradient_errors, measure
 from benchmark.per_token import PER_TOKEN, per_token_errors
@@ -28,6 +30,7 @@ from benchmark.records import RESULTS, environment, read, slug
 from benchmark.row_loss import ROW_LOSS, row_loss_errors
 from benchmark.sweeps import HEADS, Measurement, cpu_sweeps, gpu_sweeps, quick_sweeps
 
+COMMANDS = ("run", "report", "kernels", "roofline", "steps", "density", "train")
 ACCURACY = ("recompute", "single_pass", "liger-triton", "quack-base", "quack-exp-2048", "cce", "torch")
 
 
@@ -122,13 +125,17 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     models = sorted({*steps.MODELS, *(model for model, _, _ in HEADS)})
-    parser.add_argument("command", nargs="?", choices=("run", "report", "kernels", "roofline", "steps"), default="run")
+    parser.add_argument("command", nargs="?", choices=COMMANDS, default="run")
     parser.add_argument("--quick", action="store_true", help="one shape, under two minutes")
     parser.add_argument("--cpu", action="store_true", help="small shapes on the CPU")
     parser.add_argument("--sweep", action="append", help="only this sweep; may be given more than once")
     parser.add_argument("--model", action="append", choices=models, help="for steps and kernels, likewise")
     parser.add_argument("--out", help="the JSON lines file to write, or to continue")
     parser.add_argument("--gpu", default="h200", choices=sorted(roofline.GPUS), help="for roofline")
+    parser.add_argument("--folder", type=Path, default=smollm2.FOLDER, help="of SmolLM2, for density and train")
+    parser.add_argument("--steps", type=int, default=train.STEPS, help="of a run, for train")
+    parser.add_argument("--seconds", type=float, default=240.0, help="for all runs, for train")
+    parser.add_argument("--workers", type=int, default=6, help="processes on the GPU, for train")
     chosen = parser.parse_args(arguments)
     if chosen.command == "report":
         return report.main()
@@ -140,6 +147,11 @@ def main(arguments: list[str] | None = None) -> int:
         if unknown := {*(chosen.model or ())} - {*steps.MODELS}:
             parser.error(f"steps: no configuration of {sorted(unknown)}; there are {sorted(steps.MODELS)}")
         return steps.main(chosen.cpu, chosen.model, chosen.out)
+    if chosen.command == "density":
+        return density.main(chosen.cpu, chosen.out, chosen.folder)
+    if chosen.command == "train":
+        sizes = (chosen.steps, chosen.seconds, chosen.workers)
+        return train.main(train.Chosen(chosen.cpu, chosen.out, chosen.folder, *sizes))
     return run(chosen)
 
 

@@ -14,6 +14,7 @@ from liger_cutedsl.versions import installed
 RESULTS = Path(__file__).parent / "results"
 H200, X2 = RESULTS / "h200.json", RESULTS / "h200-x2.json"
 PER_TOKEN, ROW_LOSS = RESULTS / "h200-per-token.json", RESULTS / "h200-row-loss.json"
+DENSITY, TRAINING = RESULTS / "smollm2-density.json", RESULTS / "h200-train.json"
 PACKAGES = ("torch", "triton", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy")
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from benchmark import plots, roofline
+from benchmark import plots, roofline, sampling_report
 from benchmark.measure import Shape
 from benchmark.names import NAMES
-from benchmark.records import H200, PER_TOKEN, RESULTS, ROW_LOSS, X2, read
+from benchmark.records import DENSITY, H200, PER_TOKEN, RESULTS, ROW_LOSS, TRAINING, X2, read
+from benchmark.sampling_report import markdown
 
 ROOT = Path(__file__).parent.parent
 README, FIGURES = ROOT / "README.md", ROOT / "docs" / "figures.md"
+TRAINING_PLOT = "training.png"
 # Of README's table: the default, the lean schedule, and what people use instead.
 HEADLINE = ("single_pass", "recompute", "liger-triton", "quack-base", "cce", "torch")
 
@@ -32,11 +34,6 @@ def _of(rows, sweep, label=None):
     return [r for r in rows if r["kind"] == "time" and r["sweep"] == sweep and label in (None, r["label"])]
 
 
-def _markdown(header, body) -> str:
-    lines = ["| " + " | ".join(header) + " |", "| " + " | ".join("---" for _ in header) + " |"]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in body])
-
-
 def headline_table(rows: list[dict]) -> str:
     """What a reader wants first: time, memory beyond what there is anyway, and the gradient's error."""
     found, errors = _of(rows, "reference", "forward + backward"), _errors(rows, "std 5")
@@ -46,9 +43,7 @@ def headline_table(rows: list[dict]) -> str:
         row, ratio = times[name], f"{times[name]['to_floor']:.2f}"
         extra = f"{plots.extra_mb(found, row):.0f}"
         body.append((NAMES[name], f"{row['ms']:.1f}", ratio, extra, f"{errors[name]:.1e}"))
-    return _markdown(
-        ("forward + backward", "ms", "to the floor", "MB beyond inputs and gradients", "error of dX"), body
-    )
+    return markdown(("forward + backward", "ms", "to the floor", "MB beyond inputs and gradients", "error of dX"), body)
 
 
 def _errors(rows: list[dict], distribution: str) -> dict[str, float]:
@@ -63,7 +58,7 @@ def whole_table(rows: list[dict], sweep: str, label: str) -> str:
         if r["ms"] is not None:
             spread = f"{r['ms']:.1f} ({r['least_ms']:.1f} to {r['greatest_ms']:.1f})"
             body.append((NAMES[r["implementation"]], spread, f"{r['to_floor']:.3f}", f"{r['peak_mb']:.0f}"))
-    return _markdown((label, "ms, median (range)", "to the floor", "peak MB"), body)
+    return markdown((label, "ms, median (range)", "to the floor", "peak MB"), body)
 
 
 def accuracy_table(rows: list[dict]) -> str:
@@ -71,7 +66,7 @@ def accuracy_table(rows: list[dict]) -> str:
     errors = {distribution: _errors(rows, distribution) for distribution in distributions}
     names = list(dict.fromkeys(name for found in errors.values() for name in found))
     body = [(d, *(f"{found[n]:.1e}" for n in names)) for d, found in errors.items()]
-    return _markdown(("logits", *(NAMES[n] for n in names)), body)
+    return markdown(("logits", *(NAMES[n] for n in names)), body)
 
 
 def _common(implementation: str) -> str:
@@ -99,7 +94,7 @@ def matrix_table(rows: list[dict], sweep: str, without: str = "", unit: str = "m
     for label in dict.fromkeys(r["label"] for r in found):
         values = {_common(r["implementation"]): value(found, r) for r in found if r["label"] == label}
         body.append((label, *(values.get(n, "–") for n in names)))
-    return _markdown((unit, *(NAMES[n] for n in names)), body)
+    return markdown((unit, *(NAMES[n] for n in names)), body)
 
 
 def options_table(rows: list[dict]) -> str:
@@ -110,7 +105,7 @@ def options_table(rows: list[dict]) -> str:
         (f"`{schedule}`", *(f"{times[f'{schedule}-{option}'] / times[schedule]:.2f}" for option in options))
         for schedule in ("single_pass", "recompute")
     ]
-    return _markdown(("time to that without options", *options), body)
+    return markdown(("time to that without options", *options), body)
 
 
 def split_table(rows: list[dict]) -> str:
@@ -130,7 +125,7 @@ def split_table(rows: list[dict]) -> str:
             body.append((str(vocab), str(ranks), time, f"{ms:.1f}", memory, f"{mb:.0f}", shows))
         body.append((str(vocab), "1, default", f"{whole['ms']:.1f}", "–", f"{whole['peak_mb']:.0f}", "–", "–"))
     header = ("V", "GPUs", "ms, measured", "predicted", "MB a GPU, measured", "predicted", "ms that communication adds")
-    return _markdown(header, body)
+    return markdown(header, body)
 
 
 def spread_line(rows: list[dict]) -> str:
@@ -182,7 +177,18 @@ def sections(rows: list[dict]) -> dict[str, str]:
         "row-loss": whole_table(loss, "row loss", first),
         "row-loss-small": whole_table(loss, "row loss", small),
         "split": split_table(read(X2)),
+        **sampling_sections(),
     }
+
+
+def sampling_sections() -> dict[str, str]:
+    """Of sampled gradients, as far as they were measured."""
+    found = {}
+    if DENSITY.exists():
+        found["density"] = sampling_report.density_table(read(DENSITY))
+    if TRAINING.exists():
+        found["training"] = sampling_report.training_section(read(TRAINING), f"../benchmark/results/{TRAINING_PLOT}")
+    return found
 
 
 def documents(rows: list[dict]) -> dict[Path, str]:
@@ -206,6 +212,9 @@ def main() -> int:
     for path, text in documents(rows).items():
         path.write_text(text)
         print(f"wrote {path.relative_to(ROOT)}")
-    for path in plots.draw(rows, RESULTS):
+    drawn = plots.draw(rows, RESULTS)
+    if TRAINING.exists():
+        drawn.append(sampling_report.draw_training(read(TRAINING), RESULTS / TRAINING_PLOT))
+    for path in drawn:
         print(f"wrote {path.relative_to(ROOT)}")
     return 0

@@ -10,6 +10,7 @@ all: those are for single_pass.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from benchmark.sweeps import REFERENCE
 from liger_cutedsl import explain, fused_linear_cross_entropy
 
 SHARES = (0.12, 0.06)
+SMALL = Shape(2048, 32000, 1024)
 OFFSET, STD = 4.0, 3.0  # of hot tiles' logits, and of all
 
 
@@ -70,6 +72,31 @@ def rows(shape: Shape = REFERENCE, device: str = "cuda", rounds: int = 9):
         yield row | ({"route": str(_route(fresh.inputs(device), 3e-3))} if row["name"] == auto.name else {})
 
 
+def check(shape: Shape = SMALL, draws: int = 16, device: str = "cuda") -> dict:
+    """‖g − exact‖/‖exact‖ of one draw and of the mean of several, next to what one was predicted to be. Raises where
+    the mean is no nearer than a biased one would be."""
+    x, weight, target = Skewed(**vars(shape)).inputs(device)
+    fused_linear_cross_entropy(x, weight, target, accum_dtype=torch.float32).backward()
+    exact = {name: leaf.grad.float() for name, leaf in (("dx", x), ("dw", weight))}
+    sums = {name: torch.zeros_like(gradient) for name, gradient in exact.items()}
+    for _ in range(draws):
+        x.grad = weight.grad = None
+        found = fused_linear_cross_entropy(
+            x, weight, target, gradient_sampling=1e-2, schedule="sampled", return_gradient_sampling=True
+        )
+        found.loss.backward()
+        one = {"dx": x.grad.float(), "dw": weight.grad.float()}
+        sums = {name: total + one[name] / draws for name, total in sums.items()}
+    row = dict(kind="check", kept=float(found.share_kept), draws=draws)
+    for name, gradient in exact.items():
+        off = [float((g - gradient).norm() / gradient.norm()) for g in (one[name], sums[name])]
+        predicted = float(getattr(found, f"noise_{name}"))
+        row[name] = [*off, predicted]
+        # bf16 rounds each draw by some 2e-3, alike in part
+        assert off[1] <= 1.3 * off[0] / draws**0.5 + 2.5e-3 and 0.7 <= off[0] / predicted <= 1.5, row
+    return row
+
+
 def _route(inputs, tau: float):
     return explain(*inputs, gradient_sampling=tau)
 
@@ -96,13 +123,10 @@ def main() -> int:
         print("python -m benchmark.sampled needs an NVIDIA GPU", file=sys.stderr)
         return 2
     lines = [environment("cuda", "python -m benchmark.sampled")]
-    for row in rows():
+    for row in itertools.chain([check()], rows()):
         lines.append(row)
-        print(
-            row
-            if row["kind"] == "route"
-            else "{label:14} {name:14} {ms:8.3f} ms {to_floor:.3f} {peak_mb:6.0f} MB {skipped}".format(**row)
-        )
+        times = "{label:14} {name:14} {ms:8.3f} ms {to_floor:.3f} {peak_mb:6.0f} MB {skipped}"
+        print(times.format(**row) if row["kind"] == "time" else row)
     if chosen.out:
         Path(chosen.out).write_text("".join(json.dumps(line) + "\n" for line in lines))
     return 0
