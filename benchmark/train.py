@@ -29,12 +29,11 @@ import torch
 
 from benchmark import smollm2
 from benchmark.records import RESULTS, environment, read, slug
-from benchmark.sampling_report import ended, final, training_table
+from benchmark.sampling_report import SEEDS, ended, final, training_table
 from liger_cutedsl import explain, fused_linear_cross_entropy
 
 # Exact; those that are proposed; and one whose noise is some ten times the gradient (python -m benchmark density).
 TAUS = (0.0, 3e-3, 1e-2, 1e-3, 100.0)
-SEEDS = 5
 STEPS, SEQUENCES, WARM_UP = 240, 4, 20
 RATE, BETAS = 2e-4, (0.9, 0.95)
 READINGS = 8  # of the held-out loss, besides the one before the first step
