@@ -655,6 +655,36 @@ def test_single_pass_has_its_obstacles_here_too():
     assert route_of(half).schedule == "sampled", "the torch engine's dz is float32"
 
 
+def test_targets_reach_the_kernels_contiguous(monkeypatch):
+    """Of two that each token has: a stride that kernels do not know would lose the targets' tiles, in silence."""
+    x, weight, target, _ = Inputs().tensors()
+    pairs = torch.stack([target, target.flip(0)], dim=1)
+    calls = calls_of(monkeypatch, "select_pairs")
+    fused_linear_cross_entropy(x, weight, pairs[:, 0], gradient_sampling=0.2, schedule="sampled").backward()
+    draws = [call[1] for call in calls["select_pairs"]]
+    assert draws and not pairs[:, 0].is_contiguous() and all(draw.target.is_contiguous() for draw in draws)
+
+
+def test_a_coefficient_without_bound_leaves_the_others_exact():
+    x, weight, target, _ = Inputs().tensors()
+    classes = torch.ones(len(weight), dtype=torch.float64)
+    classes[target[3]] = torch.inf
+    call = dict(ce_weight=classes, reduction="sum")
+    exact, found = (
+        torch.autograd.grad(fused_linear_cross_entropy(x, weight, target, **call, **how), x)[0]
+        for how in ({}, dict(gradient_sampling=0.2, schedule="sampled"))
+    )
+    others = [row for row in range(len(x)) if target[row] != target[3] and target[row] >= 0]
+    assert_close(found[others], exact[others], 1e-12, "dX")
+
+
+def test_float16_has_no_room_for_rare_pairs(monkeypatch):
+    half = Inputs(dtype=torch.float16)
+    monkeypatch.setattr(TorchEngine, "dz_dtype", lambda engine, dtype: dtype)
+    assert route_of(half, gradient_sampling=4.0).schedule == "sampled"
+    assert "float16 with gradient_sampling above 4" in route_of(half, gradient_sampling=5.0).reason
+
+
 @dataclass(frozen=True)
 class OnGpu(Inputs):
     tokens: int = 700

@@ -119,8 +119,11 @@ def test_version(capsys):
     assert done.value.code == 0 and capsys.readouterr().out == f"liger-cutedsl {liger_cutedsl.__version__}\n"
 
 
-def test_check(capsys):
+@pytest.mark.parametrize("sampling", ["", "0.3"])
+def test_check(monkeypatch, capsys, sampling):
+    """The noise of a sample, where the environment asks for one, is no error."""
     pytest.importorskip("liger_kernel")
+    monkeypatch.setenv("LIGER_CUTEDSL_GRADIENT_SAMPLING", sampling)
     assert __main__.main(["--check"]) == 0
     printed = capsys.readouterr().out
     assert "answered by liger_cutedsl.api.LigerFusedLinearCrossEntropyFunction" in printed

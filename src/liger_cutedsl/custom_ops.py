@@ -27,7 +27,7 @@ from liger_cutedsl.call import (
 )
 from liger_cutedsl.options import LogitOptions
 from liger_cutedsl.replaced import replacing
-from liger_cutedsl.route import Settings
+from liger_cutedsl.route import Settings, sampling
 
 _TYPES = {"torch.dtype": "ScalarType"}  # of the schema, where it has another word than Python
 TENSORS_SCHEMA = ", ".join(f"Tensor{'?' * (name in OPTIONAL)} {name}" for name in TENSORS)
@@ -61,7 +61,7 @@ def call_values(
         (os.environ.get("LIGER_CUTEDSL_SCHEDULE") or "auto") if schedule is None else schedule,
         workspace_mb,
         multiple,
-        gradient_sampling,
+        sampling(gradient_sampling),
         replaces,
         autocast_dtype(named["x"].device),
         *gradients_needed(*(named[name] for name in DIFFERENTIABLE)),

@@ -10,6 +10,8 @@ import torch
 from liger_cutedsl.options import python_scalar
 from liger_cutedsl.sampling import TILE
 
+GRADIENT_SAMPLING = "LIGER_CUTEDSL_GRADIENT_SAMPLING"
+
 ENGINES = ("cute", "triton", "torch")
 SCHEDULES = ("recompute", "single_pass", "sampled")
 # Holds chunks of 2048 tokens of a vocabulary of 128k, with the partial results of every option (541 MiB). Where a
@@ -131,7 +133,7 @@ class Settings:
             budget,
             chunk_mem_const,
             source,
-            _sampling(gradient_sampling, "LIGER_CUTEDSL_GRADIENT_SAMPLING"),
+            sampling(gradient_sampling),
         )
 
     @property
@@ -162,14 +164,16 @@ def _choice(name: str, argument, variable: str, choices: tuple[str, ...]) -> str
     return value
 
 
-def _sampling(argument, variable: str) -> float:
-    """τ, 0 where neither is set."""
+def sampling(argument) -> float:
+    """τ: the argument, else the variable, else 0."""
     if argument is None:
-        text = os.environ.get(variable) or "0"
+        text = os.environ.get(GRADIENT_SAMPLING)
+        if not text:
+            return 0.0
         try:
-            value, source = float(text), variable
+            value, source = float(text), GRADIENT_SAMPLING
         except ValueError:
-            raise ValueError(f"{variable} must be a number of at least 0, got {text!r}") from None
+            raise ValueError(f"{GRADIENT_SAMPLING} must be a number of at least 0, got {text!r}") from None
     else:
         value, source = python_scalar(argument), "gradient_sampling"
         if isinstance(value, bool) or not isinstance(value, (int, float)):

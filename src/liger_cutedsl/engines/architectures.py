@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from liger_cutedsl.sampling import TILE
 from liger_cutedsl.tiling import H200, Calibration
 
 # What has a tile of its own; see cute_kernels.py.
@@ -139,5 +140,7 @@ def _tile_overrides(text: str) -> dict[str, GemmTile]:
                 f"{TILES_VARIABLE} must be a list of KERNEL=MxN/CLUSTERMxCLUSTERN[/pingpong] with KERNEL one of "
                 f"{', '.join(KERNELS)}, got {entry!r}"
             )
+        if match[1] == "exp-sampled" and int(match[3]) != TILE:
+            raise ValueError(f"{TILES_VARIABLE}: exp-sampled takes tiles of {TILE} columns, got {entry!r}")
         overrides[match[1]] = GemmTile(*(int(match[i]) for i in (2, 3, 4, 5)), pingpong=bool(match[6]))
     return overrides

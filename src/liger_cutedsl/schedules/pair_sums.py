@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -13,7 +14,7 @@ from liger_cutedsl.sampling import TILE, Packed, Segment, Selection, coefficient
 from liger_cutedsl.schedules.forward_gradients import GradientSink, Weighing
 from liger_cutedsl.tiling import slices
 
-AT_ONCE = 65536  # pairs, and elements of a column of W, that a pass widens at a time: 32 MiB
+AT_ONCE = 4096  # pairs that a pass widens at a time: 8 MiB of them
 ROWS_AT_ONCE = 2048  # of W or dW
 SMALLEST = 1e-30  # of what a tile's share is divided by
 
@@ -48,9 +49,11 @@ class Scale:
             sizes = coefficient_sizes(a, h)
             self._sizes = sizes = sizes if self._sizes is None else self._sizes + sizes
             scale = self.sampling * sizes[0] / sizes[1].clamp(min=1.0)
-            return scale.clamp(min=SMALLEST)  # of nothing but zeros, nothing is kept
+            # of nothing but zeros, nothing is kept; beside an infinite one, everything
+            return torch.where(scale.isfinite(), scale.clamp(min=SMALLEST), SMALLEST)
         if self._known is None:
-            self._known = torch.full((), max(self.sampling * size, SMALLEST), dtype=a.dtype, device=a.device)
+            scale = self.sampling * size if math.isfinite(size) else 0.0
+            self._known = torch.full((), max(scale, SMALLEST), dtype=a.dtype, device=a.device)
         return self._known
 
 
@@ -119,7 +122,8 @@ class Uniform:
         self._rows: dict[int, torch.Tensor] = {}
         for rows in slices(problem.vocab, ROWS_AT_ONCE):
             some = problem.weight[rows].to(problem.compute_dtype)
-            self.of_weight += some.sum(dim=0) if problem.ce_weight is None else problem.ce_weight[rows] @ some
+            w = some.new_ones(1, len(some)) if problem.ce_weight is None else problem.ce_weight[None, rows]
+            gemm.matmul(w, some, out=self.of_weight[None, :], beta=1.0)  # autocast would multiply in its own dtype
 
     def add(self, part: Problem, first_row: int, c: torch.Tensor) -> None:
         """C of rows, the first of which is that of the call."""

@@ -55,6 +55,7 @@ NAME = "sampled"
 
 # Exponentials of so many tokens leave the default workspace room for the pairs of 8192.
 CHUNKS = (1024, 512)
+MOST_IN_FP16 = 4  # dz/q is up to τ times what dz is, whose largest is an eighth of fp16's (FP16_DZ)
 MARGIN = 1.25  # by how much more pairs than of the chunk before a chunk is likely to have at most
 
 
@@ -82,6 +83,8 @@ def obstacle(engine, task: Task) -> str | None:
         return "torch.use_deterministic_algorithms(True), and pairs are added to dX in any order"
     if capturing:
         return "how many pairs there are is read on the host, not in a CUDA graph"
+    if engine.dz_dtype(task.problem.gemm_dtype) == torch.float16 and task.settings.gradient_sampling > MOST_IN_FP16:
+        return f"float16 with gradient_sampling above {MOST_IN_FP16}: a kept pair may be beyond its range"
     if share is not None and task.settings.schedule != NAME:
         return f"sampling would keep {share:.2f} of the pairs"
     return None
@@ -197,7 +200,7 @@ class _Call:
         if self.seed is None:  # behind all that may begin the call anew
             self.seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=part.device)
         of_pairs = without_uniform(begun.coefficients, self.weigh().rows.of(rows))
-        target, headroom = part.target.long(), exp_headroom(self.dz_dtype)
+        target, headroom = part.target.long().contiguous(), exp_headroom(self.dz_dtype)
         if part.options.ignore_index >= 0:
             target = target.masked_fill(part.ignored(), -1)
         sums = begun.sums * 2.0**-headroom if headroom else begun.sums
