@@ -151,7 +151,8 @@ def test_every_result_that_was_measured_is_shown():
 def test_plots_are_drawn_of_the_committed_results(tmp_path):
     pytest.importorskip("matplotlib")
     drawn = plots.draw(read(H200), tmp_path)
-    assert sorted(path.name for path in drawn) == sorted(path.name for path in RESULTS.glob("*.png"))
+    # training.png is drawn of other results: test_sampling_study.py
+    assert {path.name for path in drawn} == {path.name for path in RESULTS.glob("*.png")} - {"training.png"}
     assert all(path.stat().st_size > 10_000 for path in drawn)
 
 

@@ -244,7 +244,7 @@ def test_the_ops_do_what_they_declare(flags):
     values = [({"softcap": 5.0} | flags).get(field.name, field.default) for field in fields(LogProbOptions)]
     tensors, call = (
         (x, weight, target, bias, None, selected),
-        (*values, "auto", "auto", None, 1, "", None, True, True, True),
+        (*values, "auto", "auto", None, 1, 0.0, "", None, True, True, True),
     )
     torch.library.opcheck(torch_compile_log_probs.FLLP.default, (*tensors, *call))
     with torch.no_grad():

@@ -49,7 +49,10 @@ class TorchPairs:
         starts = [segment.start for segment in packed.segments]
         tiles = torch.arange(tile_count(vocab), dtype=torch.int64, device=packed.dz.device)
         tile_of = torch.cat([tiles[:0], *(tiles.repeat_interleave(start.diff()) for start in starts)])
-        lies = [torch.arange(one.first, one.first + one.count, device=tiles.device) for one in packed.segments]
+        lies = [
+            torch.arange(one.first, one.first + one.count, dtype=torch.int64, device=tiles.device)
+            for one in packed.segments
+        ]
         order = torch.cat([tiles[:0], *lies])[tile_of.argsort(stable=True)]
         start = sum((start for start in starts), tiles.new_zeros(len(tiles) + 1, dtype=torch.int32))
         return ByTile(start, packed.rows[order] - packed.first_row, packed.dz[order], packed.first_row)
