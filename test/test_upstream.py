@@ -152,3 +152,12 @@ def test_the_host_does_not_wait_for_what_it_is_given():
     (history,) = upstream._histories.values()
     torch.cuda.synchronize()
     assert history.expected(problem(512)) == float(float32(1 / 512))
+
+
+def test_a_note_changes_nothing_that_another_thread_reads():
+    history = History()
+    for value in (1.0, 2.0):
+        history.note(4, torch.tensor(value))
+    seen = history.notes
+    history.note(4, torch.tensor(3.0))
+    assert [note.value() for note in seen] == [1.0, 2.0] and [note.value() for note in history.notes] == [2.0, 3.0]

@@ -49,23 +49,27 @@ class History:
         """upstream: (), of a call in which so many rows counted. Nothing is waited for."""
         if valid is None or (upstream.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        old = self.notes.pop(0) if len(self.notes) == 2 else None
+        old = self.notes[0] if len(self.notes) == 2 else None
         if not upstream.is_cuda:
-            self.notes.append(_Note(valid, upstream.dtype, float(upstream)))
+            self._add(_Note(valid, upstream.dtype, float(upstream)))
             return
         fits = old is not None and old.dtype == upstream.dtype and old.ready is not None
         host = old.host if fits else torch.empty((), dtype=upstream.dtype, device="cpu", pin_memory=True)
         host.copy_(upstream.detach(), non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
-        self.notes.append(_Note(valid, upstream.dtype, host, ready))
+        self._add(_Note(valid, upstream.dtype, host, ready))
+
+    def _add(self, note: _Note) -> None:
+        """Another list, since other threads may be reading this one."""
+        self.notes = [*self.notes, note][-2:]
 
     def expected(self, problem: Problem) -> float:
         """1 where nothing is foretold."""
-        valid = problem.valid_rows()
-        if valid is None or len(self.notes) < 2:
+        valid, notes = problem.valid_rows(), self.notes
+        if valid is None or len(notes) < 2:
             return 1.0
-        (before, earlier), (last, later) = ((note, note.value()) for note in self.notes)
+        (before, earlier), (last, later) = ((note, note.value()) for note in notes)
         if earlier is None or later is None:
             return 1.0
         for rule in (_share, _same):
