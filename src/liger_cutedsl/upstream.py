@@ -12,6 +12,7 @@ torch.use_deterministic_algorithms(True) nothing is expected.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 
 import torch
@@ -44,25 +45,26 @@ class History:
     """The notes of a head's last two backwards, the later one last."""
 
     notes: list[_Note] = field(default_factory=list)
+    _one_at_a_time: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def note(self, valid: int | None, upstream: torch.Tensor) -> None:
         """upstream: (), of a call in which so many rows counted. Nothing is waited for."""
         if valid is None or (upstream.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
+        with self._one_at_a_time:  # the memory of a note is another one's after it
+            # another list, since other threads may be reading this one
+            self.notes = [*self.notes, self._noted(valid, upstream)][-2:]
+
+    def _noted(self, valid: int, upstream: torch.Tensor) -> _Note:
         old = self.notes[0] if len(self.notes) == 2 else None
         if not upstream.is_cuda:
-            self._add(_Note(valid, upstream.dtype, float(upstream)))
-            return
+            return _Note(valid, upstream.dtype, float(upstream))
         fits = old is not None and old.dtype == upstream.dtype and old.ready is not None
         host = old.host if fits else torch.empty((), dtype=upstream.dtype, device="cpu", pin_memory=True)
         host.copy_(upstream.detach(), non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
-        self._add(_Note(valid, upstream.dtype, host, ready))
-
-    def _add(self, note: _Note) -> None:
-        """Another list, since other threads may be reading this one."""
-        self.notes = [*self.notes, note][-2:]
+        return _Note(valid, upstream.dtype, host, ready)
 
     def expected(self, problem: Problem) -> float:
         """1 where nothing is foretold."""
