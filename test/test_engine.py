@@ -35,6 +35,19 @@ def test_an_engine_has_what_the_protocol_says(name):
     assert public == {*methods, "name", "wide_tile"}, "a schedule may ask an engine for nothing else"
 
 
+@pytest.mark.parametrize("offset", [0, 3])
+def test_one_row_has_the_stride_of_its_length(offset):
+    """Kernels take strides in multiples of 16 bytes, and a single row may have been cut out of anything."""
+    pytest.importorskip("quack", reason="quack is not installed")
+    from liger_cutedsl.engines.cute_operands import tma_operand
+
+    matrix = torch.randn(3, 19, dtype=torch.float32).bfloat16()[:, offset : offset + 16]
+    for rows in (matrix[:1], matrix[:1].t().contiguous().t()):
+        found = tma_operand(rows)
+        assert found.stride() == (16, 1) and found.data_ptr() % 16 == 0 and torch.equal(found, rows)
+    assert tma_operand(matrix[:1]).data_ptr() == matrix.data_ptr() or offset, "no copy where the address will do"
+
+
 def test_liger_s_operator_is_no_engine_of_ours():
     assert isinstance(make_engine("torch"), TorchEngine)
     assert make_engine("triton") is None

@@ -8,7 +8,8 @@ ROW_ALIGNMENT = 16  # bytes: what the copy engine (TMA) wants of addresses and r
 
 
 def tma_operand(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix itself where TMA can read it: rows contiguous, address and row stride multiples of 16 bytes."""
+    """The matrix itself where TMA can read it: rows contiguous, address and row stride multiples of 16 bytes. One row
+    has the stride of its length, whatever it was cut out of."""
     size = matrix.element_size()
     row_stride = matrix.stride(0) if matrix.shape[0] > 1 else matrix.shape[1]
     readable = (
@@ -17,7 +18,9 @@ def tma_operand(matrix: torch.Tensor) -> torch.Tensor:
         and row_stride >= matrix.shape[1]
         and matrix.data_ptr() % ROW_ALIGNMENT == 0
     )
-    return matrix if readable else matrix.clone(memory_format=torch.contiguous_format)
+    if not readable:
+        return matrix.clone(memory_format=torch.contiguous_format)
+    return matrix if matrix.stride(0) == row_stride else matrix.as_strided(matrix.shape, (row_stride, 1))
 
 
 def vector_operand(vector: torch.Tensor) -> torch.Tensor:

@@ -22,11 +22,6 @@ class DrawnPairs(Selection):
     kept: torch.Tensor
 
 
-def _rows(matrix: torch.Tensor) -> torch.Tensor:
-    """As tma_operand; of one row too the stride is a multiple of 16 bytes."""
-    return matrix.reshape(-1)[None] if matrix.shape[0] == 1 else tma_operand(matrix)
-
-
 class CutePairs:
     """Those methods of an Engine."""
 
@@ -50,10 +45,10 @@ class CutePairs:
         return triton_pairs.by_tile(packed, vocab)
 
     def dx_of_pairs(self, pairs: ByTile, weight: torch.Tensor, out: torch.Tensor) -> None:
-        triton_dx.dx(pairs, _rows(weight), out, add=True)
+        triton_dx.dx(pairs, tma_operand(weight), out, add=True)
 
     def dw_of_pairs(self, pairs: ByTile, x: torch.Tensor, out: torch.Tensor, alpha: float, beta: float) -> None:
-        triton_pairs.dw(pairs, _rows(x), out, alpha, beta)
+        triton_pairs.dw(pairs, tma_operand(x), out, alpha, beta)
 
     def column_sums_of_pairs(self, pairs: ByTile, vocab: int) -> torch.Tensor:
         return triton_pairs.column_sums(pairs, vocab)
