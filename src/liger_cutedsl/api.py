@@ -187,6 +187,11 @@ class LigerResults(NamedTuple):
     token_accuracy: torch.Tensor | None
     predicted_tokens: torch.Tensor | None
 
+    @classmethod
+    def of(cls, output: LossOutput) -> LigerResults:
+        """Without the metrics that are this package's own."""
+        return cls(*(getattr(output, name) for name in cls._fields))
+
 
 class LigerFusedLinearCrossEntropyFunction:
     """Liger-Kernel's class of this name: the same positional arguments, the same four results.
@@ -235,4 +240,4 @@ class LigerFusedLinearCrossEntropyFunction:
         )
         tensors = (_input, weight, target, bias, ce_weight, None)
         output = entered(tensors, options, chunk_mem_const=chunk_mem_const)
-        return tuple(LigerResults(output.loss, output.z_loss, output.token_accuracy, output.predicted_tokens))
+        return tuple(LigerResults.of(output))

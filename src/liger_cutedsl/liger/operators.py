@@ -11,7 +11,7 @@ import logging
 
 import torch
 
-from liger_cutedsl.api import LigerFusedLinearCrossEntropyFunction
+from liger_cutedsl.api import LigerFusedLinearCrossEntropyFunction, LigerResults
 from liger_cutedsl.autograd import run_with_gradients
 from liger_cutedsl.call import Problem, WantedGradients
 from liger_cutedsl.checks import check_tensors
@@ -107,7 +107,7 @@ def fused_linear_cross_entropy_forward(
     check_tensors(problem)
     upstream = None if token_grad_output is None else LossOutput(token_grad_output)
     output, gradients = run_with_gradients(problem, settings, wanted, upstream)
-    return (*output[:4], gradients.x, gradients.weight, gradients.bias)  # without this package's own metrics
+    return (*LigerResults.of(output), gradients.x, gradients.weight, gradients.bias)
 
 
 def fused_linear_cross_entropy_backward(grad_output, grad_input, grad_weight, grad_bias):
