@@ -182,63 +182,30 @@ def _pack(
     log2_e: tl.constexpr = 1.4426950408889634
     count = tl.minimum(tl.load(drawn), room)
     for block in range(tl.program_id(0), tl.cdiv(count, PAIRS), tl.num_programs(0)):
-        _pack_block(
-            e, stride, maxima, sums, lse, row_a, row_h, fix, target, scale, rows, tile_of, factors, packed, block,
-            count, first_row, tiles, vocab, headroom, log2_e, ENTROPY, TILE, PAIRS,
-        )  # fmt: skip
-
-
-@triton.jit
-def _pack_block(
-    e,
-    stride,
-    maxima,
-    sums,
-    lse,
-    row_a,
-    row_h,
-    fix,
-    target,
-    scale,
-    rows,
-    tile_of,
-    factors,
-    packed,
-    block,
-    count,
-    first_row,
-    tiles,
-    vocab,
-    headroom,
-    log2_e: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    TILE: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
-    pair, c = block * PAIRS + tl.arange(0, PAIRS), tl.arange(0, TILE)
-    live = pair < count
-    row = tl.load(rows + pair, mask=live, other=first_row).to(tl.int64) - first_row
-    tile = tl.load(tile_of + pair, mask=live, other=0)
-    maximum = tl.load(maxima + row * tiles + tile, mask=live, other=0.0)
-    total = tl.load(sums + row * tiles + tile, mask=live, other=0.0)
-    of_row, a, at = tl.load(lse + row), tl.load(row_a + row), tl.load(target + row)
-    h = tl.load(row_h + row) if ENTROPY else 0.0
-    of_target = (at >= 0) & (at // TILE == tile)
-    q = _shares(maximum, total, of_row, a, h, tl.load(scale), of_target | (pair >= count), ENTROPY)
-    factor = 1.0 / q
-    tl.store(factors + pair, factor, mask=live)
-    column = (tile * TILE)[:, None] + c[None, :]
-    here = live[:, None] & (column < tl.cdiv(vocab, UNIT) * UNIT)  # rows end there at the earliest
-    value = tl.load(e + row[:, None] * (stride * UNIT) + column, mask=here, other=0.0).to(tl.float32)
-    from_lse = (maximum - of_row) * log2_e - headroom
-    if ENTROPY:
-        log_p = tl.log2(tl.maximum(value, SMALLEST)) + from_lse[:, None]
-        dz = value * (tl.exp2(from_lse)[:, None] * (a[:, None] - (h * LN_2)[:, None] * log_p))
-    else:
-        dz = value * (tl.exp2(from_lse) * a)[:, None]
-    dz = tl.where(column == at[:, None], tl.load(fix + row)[:, None], dz * factor[:, None])
-    dz = tl.where(column < vocab, dz, 0.0).to(packed.dtype.element_ty)
-    tl.store(packed + pair[:, None].to(tl.int64) * TILE + c[None, :], dz, mask=live[:, None])
+        pair, c = block * PAIRS + tl.arange(0, PAIRS), tl.arange(0, TILE)
+        live = pair < count
+        row = tl.load(rows + pair, mask=live, other=first_row).to(tl.int64) - first_row
+        tile = tl.load(tile_of + pair, mask=live, other=0)
+        maximum = tl.load(maxima + row * tiles + tile, mask=live, other=0.0)
+        total = tl.load(sums + row * tiles + tile, mask=live, other=0.0)
+        of_row, a, at = tl.load(lse + row), tl.load(row_a + row), tl.load(target + row)
+        h = tl.load(row_h + row) if ENTROPY else 0.0
+        of_target = (at >= 0) & (at // TILE == tile)
+        q = _shares(maximum, total, of_row, a, h, tl.load(scale), of_target | (pair >= count), ENTROPY)
+        factor = 1.0 / q
+        tl.store(factors + pair, factor, mask=live)
+        column = (tile * TILE)[:, None] + c[None, :]
+        here = live[:, None] & (column < tl.cdiv(vocab, UNIT) * UNIT)  # rows end there at the earliest
+        value = tl.load(e + row[:, None] * (stride * UNIT) + column, mask=here, other=0.0).to(tl.float32)
+        from_lse = (maximum - of_row) * log2_e - headroom
+        if ENTROPY:
+            log_p = tl.log2(tl.maximum(value, SMALLEST)) + from_lse[:, None]
+            dz = value * (tl.exp2(from_lse)[:, None] * (a[:, None] - (h * LN_2)[:, None] * log_p))
+        else:
+            dz = value * (tl.exp2(from_lse) * a)[:, None]
+        dz = tl.where(column == at[:, None], tl.load(fix + row)[:, None], dz * factor[:, None])
+        dz = tl.where(column < vocab, dz, 0.0).to(packed.dtype.element_ty)
+        tl.store(packed + pair[:, None].to(tl.int64) * TILE + c[None, :], dz, mask=live[:, None])
 
 
 def pack(
@@ -252,10 +219,10 @@ def pack(
 ) -> None:
     """Engine.pack_pairs. drawn: before and kept, of select. e's rows start at multiples of 16 bytes."""
     (n, tiles), (before, kept), pairs = draw.sums.shape, drawn, segment.pairs
-    tile_of = torch.empty(segment.count, dtype=torch.int32, device=e.device)
-    rows, at_once = into.rows[pairs], 32
     if not segment.count:
         return
+    tile_of = torch.empty(segment.count, dtype=torch.int32, device=e.device)
+    rows, at_once = into.rows[pairs], 32
     with torch.cuda.device(e.device):
         _place[(triton.cdiv(n, ROWS), kept.shape[1])](
             kept, before, rows, tile_of, segment.count, segment.row, n, tiles, ROWS=ROWS, TILES=TILES, num_warps=4

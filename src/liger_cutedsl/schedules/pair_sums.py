@@ -11,7 +11,7 @@ from liger_cutedsl import gemm
 from liger_cutedsl.call import Problem
 from liger_cutedsl.objective import RowCoefficients, RowWeights
 from liger_cutedsl.sampling import TILE, Packed, Segment, Selection, coefficient_sizes, tile_count
-from liger_cutedsl.schedules.forward_gradients import GradientSink, Weighing
+from liger_cutedsl.schedules.forward_gradients import GradientSink
 from liger_cutedsl.tiling import slices
 
 AT_ONCE = 4096  # pairs that a pass widens at a time: 8 MiB of them
@@ -94,17 +94,16 @@ class PairSink(GradientSink):
             self.add_to_bias(self.engine.column_sums_of_pairs(pairs, problem.vocab), alpha, factor)
         self.began = True
 
-    def add_uniform(self, uniform: Uniform, problem: Problem, weighing: Weighing, last: bool) -> None:
-        """−Σ_i C_i·w_v·x_i of sampled chunks."""
-        grads, factor = self.gradients, weighing.expected if last else 1.0
+    def add_uniform(self, uniform: Uniform, problem: Problem, alpha: float) -> None:
+        """−Σ_i C_i·w_v·x_i of sampled chunks, times alpha. Pairs come behind it, with what is expected of upstream."""
+        grads = self.gradients
         vector = {"dtype": problem.compute_dtype, "device": problem.device}
         w = torch.ones(problem.vocab, **vector) if problem.ce_weight is None else problem.ce_weight
-        beta = factor if self.began else 0.0
         for rows in slices(problem.vocab if grads.weight is not None else 0, ROWS_AT_ONCE):
-            out, alpha = grads.weight[rows], -weighing.alpha * factor
-            gemm.matmul(w[rows, None], uniform.x[None, :], out=out, alpha=alpha, beta=beta)
+            out, beta = grads.weight[rows], float(self.began)
+            gemm.matmul(w[rows, None], uniform.x[None, :], out=out, alpha=-alpha, beta=beta)
         if grads.bias is not None:
-            self.add_to_bias(w * -uniform.total, weighing.alpha, factor)
+            self.add_to_bias(w * -uniform.total, alpha, 1.0)
         self.began = True
 
 
@@ -152,7 +151,7 @@ class Noise:
 
     def __init__(self, problem: Problem):
         vector = {"dtype": problem.compute_dtype, "device": problem.device}
-        self.problem, self.of_weight, self.of_x = problem, torch.zeros((), **vector), torch.zeros((), **vector)
+        self.of_weight, self.of_x = torch.zeros((), **vector), torch.zeros((), **vector)
         self._x_squares = _row_squares(problem.x, problem.compute_dtype)
         padded = torch.zeros(tile_count(problem.vocab) * TILE, **vector)
         padded[: problem.vocab] = _row_squares(problem.weight, problem.compute_dtype)

@@ -277,7 +277,7 @@ class _Call:
             self._compute_whole(one)
         problem, weighing = self.problem, self.weigh()
         if self.uniform is not None and self.uniform.began:
-            self.sink.add_uniform(self.uniform, problem, weighing, last=False)
+            self.sink.add_uniform(self.uniform, problem, weighing.alpha)
         if self.packed.segments or not self.sink.began or weighing.expected != 1.0:
             self._flush(last=True)
         self.e = self.packed = None
