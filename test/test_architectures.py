@@ -51,6 +51,9 @@ def test_tiles_can_be_overridden_for_experiments(monkeypatch):
     monkeypatch.setenv("LIGER_CUTEDSL_TILES", "forwards=128x256/2x1")
     with pytest.raises(ValueError, match=r"KERNEL one of forward, backward, exp.*got 'forwards=128x256/2x1'"):
         hopper.tile("forward")
+    monkeypatch.setenv("LIGER_CUTEDSL_TILES", "exp-sampled=128x192/2x1")  # a pair has as many columns as its tile
+    with pytest.raises(ValueError, match="exp-sampled takes tiles of 128 columns, got 'exp-sampled=128x192/2x1'"):
+        hopper.tile("exp-sampled")
 
 
 def test_the_table_needs_neither_cute_dsl_nor_a_gpu():

@@ -620,7 +620,8 @@ def test_other_dtypes_and_autocast(any_share, dtype):
             assert_close(got, want.double(), bound, "gradient")
 
 
-def test_in_a_graph(any_share):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_in_a_graph(any_share, backend):
     torch._dynamo.reset()
     x, weight, target, bias = Inputs().tensors()
 
@@ -629,14 +630,32 @@ def test_in_a_graph(any_share):
         out = fused_linear_cross_entropy(x, weight, target, bias=bias, **call)
         return out.loss, out.share_kept
 
-    value, share = torch.compile(loss, fullgraph=True, backend="aot_eager")(x, weight, bias)
+    value, share = torch.compile(loss, fullgraph=True, backend=backend)(x, weight, bias)
     assert 0 < share < 1
     torch.manual_seed(6)
-    value, _ = torch.compile(loss, fullgraph=True, backend="aot_eager")(x, weight, bias)
+    value, _ = torch.compile(loss, fullgraph=True, backend=backend)(x, weight, bias)
     value.backward()
     _, plain = gradients(Inputs(), 6)
     for got, want in zip((x.grad, weight.grad, bias.grad), plain, strict=True):
         assert_close(got, want, 1e-12, "gradient")
+
+
+def test_the_variable_counts_as_it_is_when_a_graph_is_traced(any_share, monkeypatch):
+    """It is in the graph, and not read while that runs."""
+    torch._dynamo.reset()
+    x, weight, target, _ = Inputs().tensors()
+    monkeypatch.setenv("LIGER_CUTEDSL_GRADIENT_SAMPLING", "0.21875")
+    arguments = []
+
+    def backend(graph, _inputs):
+        arguments.extend(argument for node in graph.graph.nodes for argument in node.args)
+        return graph
+
+    def share(x, weight):
+        return fused_linear_cross_entropy(x, weight, target, return_gradient_sampling=True).share_kept
+
+    assert torch.compile(share, fullgraph=True, backend=backend)(x, weight) < 1
+    assert 0.21875 in [argument for argument in arguments if isinstance(argument, float)]
 
 
 def test_calls_do_not_depend_on_those_before(any_share):
